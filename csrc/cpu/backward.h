@@ -1,0 +1,586 @@
+// Backward: the scores again, tile by tile, and from them the gradients of everything. Nothing of order L x K
+// is kept.
+//
+// Per block of queries and chunk of keys, with P the probabilities (P' after dropout):
+//
+//   dP' = dO v^T         dS = P' * dP' - P * delta,   delta = dO . O
+//   dv += P'^T dO        dk += dS^T (q + u)           dq += dS k
+//   dT  = dS skewed into band columns                 dr += dT^T (q + v)       dq += dT r
+//
+// A band column is multiplied once, when no later key adds to it. Sums run in an order that depends on the
+// shapes alone: the same call gives the same bits on any number of threads.
+#pragma once
+
+#include "scores.h"
+
+namespace txl::TXL_LEVEL {
+
+// p = 2^(score - lse), 0 where masked.
+template <class C, int kM>
+__attribute__((noinline)) static void probability_tile(
+    const Block& block, bool partial, int64_t m0, int64_t tile_key, const typename C::Elem* qu, int64_t ldq,
+    int64_t depth, const typename C::Elem* k_panel, const typename C::Acc* band, int64_t row_step,
+    int64_t vector_step, const typename C::Acc* lse2, typename C::Acc* p, int64_t pitch) {
+  using T = typename C::Acc;
+  Vec<T> acc[kM][kVectors];
+  score_tile<C, kM>(acc, qu, ldq, depth, k_panel, band, row_step, vector_step);
+  if (partial) mask_tile<T>(acc, block, m0, tile_key, -static_cast<T>(INFINITY));
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kVectors; ++n) store(p + m * pitch + n * kLanes<T>, exp2(acc[m][n] - lse2[m]));
+}
+
+// ds = dropped * (dO v^T) - p * delta, 0 where masked; also stored skewed where `dt` is given.
+template <class C, int kM>
+__attribute__((noinline)) static void score_gradient_tile(
+    const Block& block, bool partial, int64_t m0, int64_t tile_key, const typename C::Elem* dout, int64_t ldo,
+    int64_t depth, const typename C::Elem* v_panel, const typename C::Acc* p, const typename C::Acc* dropped,
+    const typename C::Acc* delta, typename C::Acc* ds, int64_t pitch, typename C::Acc* dt,
+    int64_t dt_row_step) {
+  using T = typename C::Acc;
+  Vec<T> acc[kM][kVectors] = {};
+  multiply<C, A::rows>(acc, dout, ldo, v_panel, kPanel<C>, depth);
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kVectors; ++n) {
+    const int64_t at = m * pitch + n * kLanes<T>;
+    acc[m][n] = load(dropped + at) * acc[m][n] - load(p + at) * delta[m];
+  }
+  if (partial) mask_tile<T>(acc, block, m0, tile_key, T{});
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kVectors; ++n) store(ds + m * pitch + n * kLanes<T>, acc[m][n]);
+  if (!dt) return;
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kVectors; ++n) store(dt + m * dt_row_step + n * kLanes<T>, acc[m][n]);
+}
+
+// A block of rows in both layouts that products read: broadcast along a row, and as B rows of the depth.
+template <class C>
+struct Rows {
+  using T = typename C::Acc;
+  using Elem = typename C::Elem;
+  Elem *along,
+      *across;  // [rows][lda], [rows / depth][columns]; the same memory where an element is one value
+  int64_t lda;
+
+  static int64_t elements(int64_t rows, int64_t columns) {
+    return (C::depth == 1 ? 1 : 2) * rows * columns / C::depth;
+  }
+  Rows(Elem* memory, int64_t rows, int64_t columns)
+      : along(memory),
+        across(C::depth == 1 ? memory : memory + rows * columns / C::depth),
+        lda(columns / C::depth) {}
+
+  // From values [rows][columns], `rows` a multiple of the depth and columns of whole vectors.
+  void pack(const T* x, int64_t rows, int64_t columns) const {
+    if constexpr (C::depth == 1) {
+      memcpy(along, x, static_cast<size_t>(rows * columns) * sizeof(T));
+    } else {
+      pack_pairs_along<C>(x, columns, rows, columns, along, lda);
+      pack_pairs_across<C>(x, columns, rows, columns, across, columns);
+    }
+  }
+};
+
+template <class C, class S>
+class BackwardKernel {
+  using T = typename C::Acc;
+  using Elem = typename C::Elem;
+  static constexpr int kBlockRows = 12 * kRows, kChunkKeys = 256;
+  static constexpr int kWidth = kPanel<C>;
+  static constexpr int64_t kPitch = kChunkKeys + 16;
+  static constexpr int64_t kSlopePitch = kChunkKeys + kBlockRows + 2 * kWidth + 16;
+  using Window = BandWindow<C, kBlockRows, kChunkKeys>;
+
+  // One task: some batch entries of one head and a share of their queries. It adds up alone, in order.
+  struct Task {
+    int64_t head, batch_from, batch_to, share;
+    T *dr, *dr_far, *du, *dv_bias;  // [band columns][columns_], [2][columns_], [columns_], [columns_]
+  };
+
+  // Operands and sums of one thread.
+  struct Scratch {
+    // Packed operands of the current batch entry and head.
+    Elem *k_panels, *v_panels, *k_rows, *r_panels, *r_rows, *far[2];
+    T* r_far;    // [2][columns]: the end rows of r as values
+    T *dk, *dv;  // sums over the queries of the task
+    // The current block of queries.
+    T* rows;  // values on their way into the packed rows below
+    Elem *qu, *qv, *dout;
+    T *qv_values, *lse2, *delta, *far_sum, *dq_content, *dq_position;
+    T *band, *prob, *dropped, *ds, *slope;
+    Elem *along, *across;  // pairs of a chunk, where elements are pairs
+  };
+
+ public:
+  BackwardKernel(const Problem& problem, const Backward& tensors, const Pool& pool)
+      : p_(problem),
+        t_(tensors),
+        pool_(pool),
+        depth_((p_.D + C::depth - 1) / C::depth),
+        columns_(round_up(p_.D, kLanes<T> * C::depth)),
+        keys_(round_up(p_.K, kWidth)),
+        blocks_((p_.L + kBlockRows - 1) / kBlockRows),
+        band_(p_, kBlockRows),
+        band_columns_(band_.panels * kWidth),
+        threshold_(DropoutMask::threshold(p_.dropout_p)),
+        batch_shares_(min(p_.B, (kTasks + p_.H - 1) / p_.H)),
+        shares_(query_shares()),
+        partials_(shares_ > 1 ? 2 * p_.B * p_.H * shares_ : 0) {}
+
+  bool run() {
+    const int64_t tasks = p_.H * batch_shares_ * shares_;
+    const int64_t dr_elements = band_columns_ * columns_ + 4 * columns_;
+    const auto arrays = [&](Scratch& s, auto visit) { scratch_arrays(s, visit); };
+    Array<Task> task(tasks);
+    Array<Scratch> scratch(min(pool_.threads, tasks));
+    Arena arena(static_cast<size_t>(tasks) * Arena::bytes<T>(dr_elements) +
+                static_cast<size_t>(partials_.size()) * Arena::bytes<T>(keys_ * columns_) +
+                static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(arrays));
+    for (int64_t i = 0; i < tasks; ++i) {
+      const int64_t head = i / (batch_shares_ * shares_), part = i / shares_ % batch_shares_;
+      T* sums = arena.take<T>(dr_elements);
+      T* ends = sums + band_columns_ * columns_;
+      task[i] = {head,
+                 p_.B * part / batch_shares_,
+                 p_.B * (part + 1) / batch_shares_,
+                 i % shares_,
+                 sums,
+                 ends,
+                 ends + 2 * columns_,
+                 ends + 3 * columns_};
+    }
+    for (T*& partial : partials_) partial = arena.take<T>(keys_ * columns_);
+    for (Scratch& s : scratch) {
+      arena.take_record(s, arrays);
+      if (p_.dropout_p == 0) s.dropped = s.prob;
+    }
+
+    std::atomic<bool> declined{false};
+    parallel_items(pool_, tasks, [&](int64_t i, int thread) {
+      if (!run_task(task[tasks - 1 - i], scratch[thread])) declined = true;
+    });
+    if (declined) return false;
+    if (shares_ > 1)
+      parallel_items(pool_, p_.B * p_.H, [&](int64_t unit, int) { sum_shares(unit / p_.B, unit % p_.B); });
+    parallel_items(pool_, p_.H * ((p_.N + kReduceRows - 1) / kReduceRows), [&](int64_t i, int) {
+      const int64_t chunks = (p_.N + kReduceRows - 1) / kReduceRows, from = i % chunks * kReduceRows;
+      sum_r(task, i / chunks, from, min(from + kReduceRows, p_.N));
+    });
+    for (int64_t h = 0; h < p_.H; ++h) {
+      sum_bias(task, h, t_.du, &Task::du);
+      sum_bias(task, h, t_.dv_bias, &Task::dv_bias);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kTasks = 32, kShareBytes = 16 << 20, kReduceRows = 256;
+
+  // Into how many tasks the queries of one batch entry are split: each takes a pair of dk and dv of its own.
+  // It depends on the shapes alone, and so does every sum.
+  int64_t query_shares() const {
+    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * 2 * p_.B * p_.H * keys_ * columns_;
+    const int64_t wanted = min((kTasks + p_.H * batch_shares_ - 1) / (p_.H * batch_shares_), blocks_);
+    return max(1, min(wanted, kShareBytes / pair_bytes));
+  }
+
+  // The arrays of a Scratch, in one list: `visit(pointer, elements)`.
+  template <class F>
+  void scratch_arrays(Scratch& s, F visit) const {
+    const int64_t q_elements = Rows<C>::elements(kBlockRows, columns_), rows = kBlockRows;
+    visit(s.k_panels, keys_ * depth_), visit(s.v_panels, keys_ * depth_);
+    visit(s.k_rows, keys_ / C::depth * columns_);
+    visit(s.r_panels, band_columns_ * depth_);
+    visit(s.r_rows, band_columns_ / C::depth * columns_);
+    visit(s.far[0], kLanes<Elem> * depth_), visit(s.far[1], kLanes<Elem> * depth_);
+    visit(s.r_far, 2 * columns_);
+    visit(s.dk, shares_ > 1 ? 0 : keys_ * columns_), visit(s.dv, shares_ > 1 ? 0 : keys_ * columns_);
+    visit(s.rows, rows * columns_);
+    visit(s.qu, q_elements), visit(s.qv, q_elements), visit(s.dout, q_elements);
+    visit(s.qv_values, rows * columns_);
+    visit(s.lse2, rows), visit(s.delta, rows), visit(s.far_sum, 2 * rows);
+    visit(s.dq_content, rows * columns_), visit(s.dq_position, rows * columns_);
+    visit(s.band, Window::kElements);
+    visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
+        visit(s.ds, rows * kPitch);
+    visit(s.slope, rows * kSlopePitch);
+    visit(s.along, C::depth == 1 ? 0 : rows * kSlopePitch / C::depth);
+    visit(s.across, C::depth == 1 ? 0 : rows * kSlopePitch / C::depth);
+  }
+
+  // False where a value that is not finite meets arithmetic that cannot keep it apart.
+  bool run_task(const Task& task, Scratch& s) const {
+    zero(task.dr, (band_columns_ + 4) * columns_);
+    Vec<T> poison = {};
+    pack_r(task.head, s, poison);
+    for (int64_t b = task.batch_from; b < task.batch_to; ++b) {
+      if (shares_ > 1)
+        s.dk = partial(b, task.head, task.share, 0), s.dv = partial(b, task.head, task.share, 1);
+      const Range exist = p_.keys_of_batch(b);
+      pack_keys(task.head, b, exist, s, poison);
+      zero(s.dk, keys_ * columns_);
+      zero(s.dv, keys_ * columns_);
+      for (int64_t block = blocks_ * task.share / shares_; block < blocks_ * (task.share + 1) / shares_;
+           ++block) {
+        const int64_t i0 = p_.L * block / blocks_, i1 = p_.L * (block + 1) / blocks_;
+        if (!run_block(task, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, s, poison)) return false;
+      }
+      if (shares_ == 1) {
+        write_rows(t_.dk, b, task.head, s.dk, static_cast<T>(kLn2));
+        write_rows(t_.dv, b, task.head, s.dv, T{1});
+      }
+    }
+    return true;
+  }
+
+  static void zero(T* x, int64_t count) { memset(x, 0, static_cast<size_t>(count) * sizeof(T)); }
+
+  T* partial(int64_t b, int64_t h, int64_t share, int which) const {
+    return partials_[((b * p_.H + h) * shares_ + share) * 2 + which];
+  }
+
+  void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
+    for (int64_t panel = 0; panel < band_.panels; ++panel)
+      pack_band_panel<C, S>(p_, t_.r, h, band_, panel, s.r_panels + panel * kWidth * depth_);
+    for (int64_t c = 0; c < band_columns_; c += C::depth) {
+      const S* rows[C::depth];
+      for (int e = 0; e < C::depth; ++e) rows[e] = t_.r.at<S>(0, h, p_.r_row(band_.first + c + e));
+      pack_rows<C>(rows, p_.D, columns_, s.r_rows + c / C::depth * columns_, poison);
+    }
+    for (int side = 0; side < 2; ++side) {
+      const S* row = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
+      pack_far<C>(row, p_.D, s.far[side]);
+      for (int64_t d = 0; d < columns_; ++d) s.r_far[side * columns_ + d] = d < p_.D ? to_float(row[d]) : T{};
+    }
+  }
+
+  void pack_keys(int64_t h, int64_t b, Range exist, Scratch& s, Vec<T>& poison) const {
+    for (int64_t tile = floor_to(exist.lo, kWidth); tile < exist.hi; tile += kWidth) {
+      const S *k[kWidth], *v[kWidth];
+      for (int x = 0; x < kWidth; ++x) {  // keys that do not exist are zeros, whatever memory holds there
+        const bool exists = tile + x >= exist.lo && tile + x < exist.hi;
+        k[x] = exists ? t_.k.at<S>(b, h, tile + x) : nullptr;
+        v[x] = exists ? t_.v.at<S>(b, h, tile + x) : nullptr;
+      }
+      pack_panel<C>(k, p_.D, s.k_panels + tile * depth_);
+      pack_panel<C>(v, p_.D, s.v_panels + tile * depth_);
+      for (int x = 0; x < kWidth; x += C::depth) {
+        const S* rows[C::depth];
+        for (int e = 0; e < C::depth; ++e) rows[e] = k[x + e];
+        pack_rows<C>(rows, p_.D, columns_, s.k_rows + (tile + x) / C::depth * columns_, poison);
+      }
+    }
+  }
+
+  // The block's rows, packed; rows that see nothing are zeros.
+  void pack_block(const Block& block, int64_t b, int64_t h, Scratch& s, Vec<T>& poison) const {
+    const int64_t rows = round_up(block.rows, C::depth);
+    const auto fill = [&](const View& x, const View& bias, T factor, T* values) {
+      const S* add = bias.data ? bias.at<S>(0, h, 0) : nullptr;
+      for (int64_t m = 0; m < rows; ++m) {
+        const bool sees = m < block.rows && !p_.keys_of_query(block.batch, block.i0 + m).empty();
+        const S* row = sees ? x.at<S>(b, h, block.i0 + m) : nullptr;
+        for (int64_t d = 0; d < columns_; ++d)
+          values[m * columns_ + d] =
+              sees && d < p_.D ? (to_float(row[d]) + (add ? to_float(add[d]) : T{})) * factor : T{};
+        for (int64_t d = 0; d < columns_; d += kLanes<T>) {
+          const Vec<T> y = load(values + m * columns_ + d);
+          poison += y - y;
+        }
+      }
+    };
+    const T factor = static_cast<T>(p_.scale * kLog2e);
+    fill(t_.q, t_.bias_u, factor, s.rows);
+    operand(s.qu).pack(s.rows, rows, columns_);
+    fill(t_.q, t_.bias_v, factor, s.qv_values);
+    operand(s.qv).pack(s.qv_values, rows, columns_);
+    fill(t_.dout, View{}, T{1}, s.rows);
+    operand(s.dout).pack(s.rows, rows, columns_);
+    for (int m = 0; m < block.rows; ++m) {
+      const S* out = t_.out.at<S>(b, h, block.i0 + m);
+      T dot = 0;
+      for (int64_t d = 0; d < p_.D; ++d) dot += s.rows[m * columns_ + d] * to_float(out[d]);
+      s.delta[m] = dot;
+      const T lse = static_cast<const T*>(t_.lse)[(b * p_.H + h) * p_.L + block.i0 + m];
+      s.lse2[m] = lse == -static_cast<T>(INFINITY) ? T{} : lse * static_cast<T>(kLog2e);
+    }
+  }
+  Rows<C> operand(Elem* memory) const { return Rows<C>(memory, kBlockRows, columns_); }
+
+  bool run_block(const Task& task, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
+    zero(s.dq_content, kBlockRows * columns_);
+    zero(s.dq_position, kBlockRows * columns_);
+    if (!block.keys.empty()) {
+      pack_block(block, b, task.head, s, poison);
+      const T sum = horizontal_sum<T>(poison);
+      const bool poisoned = !(sum == sum);
+      if (poisoned && C::depth > 1) return false;
+      zero(s.far_sum, 2 * kBlockRows);
+      zero(s.slope, kBlockRows * kSlopePitch);
+      Window window(s.band);
+      window.begin(block, band_, {s.r_panels, {s.far[0], s.far[1]}}, operand(s.qv).along, operand(s.qv).lda,
+                   depth_);
+      Slope slope;
+      const int64_t end = round_up(block.keys.hi, kWidth);
+      for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
+        const int64_t hi = min(lo + kChunkKeys, end);
+        score_gradients(block, b, task.head, window, slope, lo, hi, s);
+        if (poisoned) {
+          add_carefully(task, block, lo, hi, s);
+        } else {
+          add_content(block, lo, hi, s);
+          add_position(task, block, slope, hi == end, hi, s);
+        }
+      }
+      if (!poisoned) add_far(task, block, s);
+    }
+    write_block(task, block, b, s);
+    return true;
+  }
+
+  // The band columns that hold gradient not yet multiplied, kept at the front of s.slope.
+  struct Slope {
+    int64_t start = -1;   // band column of s.slope's column 0; -1 before the first band tile
+    int64_t written = 0;  // columns present
+  };
+
+  // s.prob, s.dropped, s.ds of the chunk [lo, hi), and s.slope for the tiles that lie in the band.
+  void score_gradients(const Block& block, int64_t b, int64_t h, Window& window, Slope& slope, int64_t lo,
+                       int64_t hi, Scratch& s) const {
+    const Range in_band = band_tiles<C>(block, lo, hi);
+    if (!in_band.empty()) {
+      window.advance(in_band.lo, in_band.hi);
+      if (slope.start < 0)
+        slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, C::depth);
+      slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
+    }
+    const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
+    for (int64_t j = lo; j < hi; j += kWidth) {
+      const typename Window::Reader band = window.read(block.place(j, j + kWidth), j);
+      const bool partial = !block.all_see(j, j + kWidth);
+      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
+        probability_tile<C, decltype(km)::value>(block, partial, m, j, qu.along + m * qu.lda, qu.lda, depth_,
+                                                 s.k_panels + j * depth_, band.start + m * band.row_step,
+                                                 band.row_step, band.vector_step, s.lse2 + m,
+                                                 s.prob + m * kPitch + (j - lo), kPitch);
+      });
+    }
+    if (p_.dropout_p > 0) {
+      const T kept = static_cast<T>(1 / (1 - p_.dropout_p));
+      for (int64_t m = 0; m < block.rows; ++m) {
+        T* row = s.dropped + m * kPitch;
+        for (int64_t x = 0; x < hi - lo; ++x) row[x] = s.prob[m * kPitch + x] * kept;
+        const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
+        drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+      }
+    }
+    for (int64_t j = lo; j < hi; j += kWidth) {
+      const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
+      T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
+      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
+        score_gradient_tile<C, decltype(km)::value>(
+            block, partial, m, j, dout.along + m * dout.lda, dout.lda, depth_, s.v_panels + j * depth_,
+            s.prob + m * kPitch + (j - lo), s.dropped + m * kPitch + (j - lo), s.delta + m,
+            s.ds + m * kPitch + (j - lo), kPitch, banded ? skewed + m * (kSlopePitch - 1) : nullptr,
+            kSlopePitch - 1);
+      });
+      if (!banded) {
+        T* sum = s.far_sum + (block.place(j, j + kWidth) == Block::Place::far_right) * kBlockRows;
+        for (int m = 0; m < block.rows; ++m) {
+          Vec<T> row = {};
+          TXL_UNROLL
+          for (int n = 0; n < kVectors; ++n) row += load(s.ds + m * kPitch + (j - lo) + n * kLanes<T>);
+          sum[m] += horizontal_sum<T>(row);
+        }
+      }
+    }
+  }
+
+  // dv, dk and the content part of dq from the chunk [lo, hi).
+  void add_content(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
+    const int64_t row_steps = round_up(block.rows, C::depth) / C::depth, keys = hi - lo;
+    const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
+    const auto add_keys = [&](T* values, const Rows<C>& rows, T* sums) {
+      const auto x = across(values, kPitch, block.rows, keys, s);
+      add_product<C, A::columns>(keys, columns_, row_steps, x.data, x.pitch, rows.across, columns_,
+                                 sums + lo * columns_, columns_);
+    };
+    add_keys(s.dropped, dout, s.dv);
+    add_keys(s.ds, qu, s.dk);
+    const auto x = along(s.ds, kPitch, block.rows, keys, s);
+    add_product<C, A::rows>(block.rows, columns_, keys / C::depth, x.data, x.pitch,
+                            s.k_rows + lo / C::depth * columns_, columns_, s.dq_content, columns_);
+  }
+
+  // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
+  // to.
+  void add_position(const Task& task, const Block& block, Slope& slope, bool last, int64_t next,
+                    Scratch& s) const {
+    if (slope.start < 0) return;
+    int64_t done = slope.written;
+    if (!last)
+      done =
+          max(0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, C::depth)));
+    const int64_t count = round_up(done, C::depth), row_steps = round_up(block.rows, C::depth) / C::depth;
+    if (count > 0) {
+      const auto x = along(s.slope, kSlopePitch, block.rows, count, s);
+      add_product<C, A::rows>(block.rows, columns_, count / C::depth, x.data, x.pitch,
+                              s.r_rows + slope.start / C::depth * columns_, columns_, s.dq_position,
+                              columns_);
+      const auto y = across(s.slope, kSlopePitch, block.rows, count, s);
+      add_product<C, A::columns>(count, columns_, row_steps, y.data, y.pitch, operand(s.qv).across, columns_,
+                                 task.dr + slope.start * columns_, columns_);
+    }
+    if (last) return;
+    const int64_t kept = slope.written - done;
+    for (int m = 0; m < block.rows; ++m) {
+      T* row = s.slope + m * kSlopePitch;
+      memmove(row, row + done, static_cast<size_t>(kept) * sizeof(T));
+      zero(row + kept, kSlopePitch - kept);
+    }
+    slope.start += done;
+    slope.written = kept;
+  }
+
+  // Far tiles use one row of r for all their keys: their gradient is a row sum.
+  void add_far(const Task& task, const Block& block, Scratch& s) const {
+    for (int side = 0; side < 2; ++side)
+      for (int m = 0; m < block.rows; ++m) {
+        const Vec<T> sum = splat(s.far_sum[side * kBlockRows + m]);
+        for (int64_t d = 0; d < columns_; d += kLanes<T>) {
+          T *dr = task.dr_far + side * columns_ + d, *dq = s.dq_position + m * columns_ + d;
+          store(dr, load(dr) + sum * load(s.qv_values + m * columns_ + d));
+          store(dq, load(dq) + sum * load(s.r_far + side * columns_ + d));
+        }
+      }
+  }
+
+  // All sums of a chunk pair by pair, over the visible pairs only: 0 * NaN is NaN, so where an input is not
+  // finite the products above would spread it to rows that do not see it.
+  void add_carefully(const Task& task, const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
+    const auto add = [&](T* sum, T factor, const T* row) {
+      for (int64_t d = 0; d < p_.D; ++d) sum[d] += factor * row[d];
+    };
+    const T* qu = reinterpret_cast<const T*>(s.qu);
+    const T* dout = reinterpret_cast<const T*>(s.dout);
+    const T* k_rows = reinterpret_cast<const T*>(s.k_rows);
+    for (int64_t m = 0; m < block.rows; ++m) {
+      const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
+      for (int64_t j = max(keys.lo, lo); j < min(keys.hi, hi); ++j) {
+        const T ds = s.ds[m * kPitch + (j - lo)];
+        add(s.dv + j * columns_, s.dropped[m * kPitch + (j - lo)], dout + m * columns_);
+        add(s.dk + j * columns_, ds, qu + m * columns_);
+        add(s.dq_content + m * columns_, ds, k_rows + j * columns_);
+        const int64_t c = p_.band(block.i0 + m, j);
+        const bool left = c <= 0, far = left || c >= p_.N - 1;
+        const int64_t column = c - band_.first;
+        const T* r =
+            far ? s.r_far + (left ? 0 : columns_) : reinterpret_cast<const T*>(s.r_rows) + column * columns_;
+        add(s.dq_position + m * columns_, ds, r);
+        add(far ? task.dr_far + (left ? 0 : columns_) : task.dr + column * columns_, ds,
+            s.qv_values + m * columns_);
+      }
+    }
+  }
+
+  struct Packed {
+    const Elem* data;
+    int64_t pitch;
+  };
+  Packed along(const T* x, int64_t pitch, int64_t rows, int64_t columns, Scratch& s) const {
+    if constexpr (C::depth == 1) {
+      return {x, pitch};
+    } else {
+      pack_pairs_along<C>(x, pitch, rows, columns, s.along, kSlopePitch / C::depth);
+      return {s.along, kSlopePitch / C::depth};
+    }
+  }
+  Packed across(T* x, int64_t pitch, int64_t rows, int64_t columns, Scratch& s) const {
+    if constexpr (C::depth == 1) {
+      return {x, pitch};
+    } else {
+      if (rows % C::depth) zero(x + rows * pitch, columns);
+      pack_pairs_across<C>(x, pitch, round_up(rows, C::depth), columns, s.across, kSlopePitch);
+      return {s.across, kSlopePitch};
+    }
+  }
+
+  void write_block(const Task& task, const Block& block, int64_t b, Scratch& s) const {
+    const T scale = static_cast<T>(p_.scale);
+    for (int64_t m = 0; m < block.rows; ++m) {
+      const T *content = s.dq_content + m * columns_, *position = s.dq_position + m * columns_;
+      S* dq = t_.dq.at<S>(b, task.head, block.i0 + m);
+      for (int64_t d = 0; d < p_.D; ++d) {
+        store_as(dq + d, (content[d] + position[d]) * scale);
+        task.du[d] += content[d] * scale;
+        task.dv_bias[d] += position[d] * scale;
+      }
+    }
+  }
+
+  void write_rows(const View& to, int64_t b, int64_t h, const T* sums, T factor) const {
+    for (int64_t j = 0; j < p_.K; ++j) {
+      S* row = to.at<S>(b, h, j);
+      for (int64_t d = 0; d < p_.D; ++d) store_as(row + d, sums[j * columns_ + d] * factor);
+    }
+  }
+
+  void sum_shares(int64_t h, int64_t b) const {
+    for (int which = 0; which < 2; ++which) {
+      T* sum = partial(b, h, 0, which);
+      for (int64_t share = 1; share < shares_; ++share) {
+        const T* other = partial(b, h, share, which);
+        for (int64_t x = 0; x < keys_ * columns_; x += kLanes<T>)
+          store(sum + x, load(sum + x) + load(other + x));
+      }
+      write_rows(which ? t_.dv : t_.dk, b, h, sum, which ? T{1} : static_cast<T>(kLn2));
+    }
+  }
+
+  // Rows [from, to) of dr of one head: the band columns that use them (the end rows are used by all columns
+  // beyond), over the tasks of that head in order.
+  void sum_r(const Array<Task>& tasks, int64_t h, int64_t from, int64_t to) const {
+    Array<T> sum(columns_);
+    for (int64_t row = from; row < to; ++row) {
+      zero(sum.begin(), columns_);
+      const int64_t first = row == 0 ? 0 : max(row - band_.first, 0);
+      const int64_t last = row == p_.N - 1 ? band_columns_ - 1 : min(row - band_.first, band_columns_ - 1);
+      for (const Task& task : tasks) {
+        if (task.head != h) continue;
+        const auto add = [&](const T* x) {
+          for (int64_t d = 0; d < p_.D; ++d) sum[d] += x[d];
+        };
+        for (int64_t c = first; c <= last; ++c) add(task.dr + c * columns_);
+        if (row == 0) add(task.dr_far);
+        if (row == p_.N - 1) add(task.dr_far + columns_);
+      }
+      S* out = t_.dr.at<S>(0, h, row);
+      for (int64_t d = 0; d < p_.D; ++d) store_as(out + d, sum[d] * static_cast<T>(kLn2));
+    }
+  }
+
+  void sum_bias(const Array<Task>& tasks, int64_t h, const View& to, T* Task::* part) const {
+    if (!to.data) return;
+    for (int64_t d = 0; d < p_.D; ++d) {
+      T sum = 0;
+      for (const Task& task : tasks)
+        if (task.head == h) sum += (task.*part)[d];
+      store_as(to.at<S>(0, h, 0) + d, sum);
+    }
+  }
+
+  const Problem p_;
+  const Backward& t_;
+  const Pool& pool_;
+  const int64_t depth_, columns_, keys_, blocks_;
+  const BandColumns<C> band_;
+  const int64_t band_columns_;
+  const uint32_t threshold_;
+  const int64_t batch_shares_, shares_;
+  Array<T*> partials_;  // dk and dv of every share, where there are several
+};
+
+}  // namespace txl::TXL_LEVEL

@@ -1,0 +1,185 @@
+// The band: the position term of a block of queries, as an ordinary matrix product read with every row moved
+// one place.
+//
+// For the queries i0 .. i0 + n - 1 the band T holds (q_i + v) . r_c for consecutive c = Problem::band(i, j).
+// Neighbouring keys use neighbouring columns, and query i0 + a uses the column a places left of query i0's:
+//
+//   S[a, j] = (q_a + u) . k_j + T[a, c(i0, j) - a]
+//
+// so a tile of S starts its accumulators from T, at row pitch (pitch - 1). docs/algorithm.md draws it.
+#pragma once
+
+#include "product.h"
+
+namespace txl::TXL_LEVEL {
+
+// r of one head, packed as panels of columns c = first, first + 1, ... Columns outside [0, N) repeat the
+// first and the last row, so that clamp needs no care in tiles that straddle an end; a tile that lies outside
+// altogether is "far" and takes one column for all its keys.
+template <class C>
+struct BandColumns {
+  static constexpr int kWidth = kPanel<C>;
+  int64_t first, panels;
+
+  BandColumns(const Problem& p, int block_rows) {
+    int64_t most_left = p.K - 1, most_right = p.causal ? 0 : p.L - 1;
+    if (p.window_left >= 0) most_left = min(most_left, p.window_left);
+    if (p.window_right >= 0) most_right = min(most_right, p.window_right);
+    const int64_t slack = kWidth + 2 * block_rows;  // invisible corners of tiles that hold something visible
+    first = max(p.r_zero - most_left, 0) - slack;
+    const int64_t last = min(p.r_zero + most_right, p.N - 1) + slack;
+    panels = last < first ? 0 : (last - first) / kWidth + 1;
+  }
+
+  int64_t elements(int64_t depth) const { return panels * kWidth * depth; }
+};
+
+// The queries i0 .. i0 + rows - 1 of one batch entry, the keys any of them sees, and where its tiles lie in
+// the band.
+struct Block {
+  const Problem& p;
+  Range batch;  // keys that exist in this batch entry
+  int64_t i0;
+  int rows;
+  Range keys;
+
+  Block(const Problem& problem, Range batch_keys, int64_t first_row, int row_count)
+      : p(problem), batch(batch_keys), i0(first_row), rows(row_count) {
+    keys = {p.keys_of_query(batch, i0).lo, p.keys_of_query(batch, last_row()).hi};
+    // A window of nothing (left and right of opposite sign cannot occur) or an empty batch range leaves lo >=
+    // hi.
+  }
+
+  int64_t last_row() const { return i0 + rows - 1; }
+
+  // Whether every row sees every key of [lo, hi).
+  bool all_see(int64_t lo, int64_t hi) const {
+    return p.keys_of_query(batch, last_row()).lo <= lo && hi <= p.keys_of_query(batch, i0).hi;
+  }
+
+  enum class Place { band, far_left, far_right };
+
+  // Where the visible keys of [lo, hi) lie for every row of the block.
+  Place place(int64_t lo, int64_t hi) const {
+    lo = max(lo, keys.lo);
+    hi = min(hi, keys.hi);
+    if (p.band(i0, hi - 1) <= 0) return Place::far_left;
+    if (p.band(last_row(), lo) >= p.N - 1) return Place::far_right;
+    return Place::band;
+  }
+};
+
+// Packed r of one head: its band panels, and one vector-wide panel for each far side.
+template <class C>
+struct PackedR {
+  using Elem = typename C::Elem;
+  const Elem* panels;
+  const Elem* far[2];  // left (row 0), right (row N - 1): [depth][kLanes], all columns equal
+};
+
+template <class C, class S>
+static void pack_band_panel(const Problem& p, const View& r, int64_t h, const BandColumns<C>& columns,
+                            int64_t panel, typename C::Elem* out) {
+  const S* rows[kPanel<C>];
+  for (int x = 0; x < kPanel<C>; ++x) rows[x] = r.at<S>(0, h, p.r_row(columns.first + panel * kPanel<C> + x));
+  pack_panel<C>(rows, p.D, out);
+}
+
+template <class C, class S>
+static void pack_far(const S* row, int64_t D, typename C::Elem* out) {
+  using E = typename C::Elem;
+  using T = typename C::Acc;
+  for (int64_t d = 0, k = 0; d < D; d += C::depth, ++k) {
+    T x[C::depth] = {};
+    for (int i = 0; i < min(C::depth, D - d); ++i) x[i] = to_float(row[d + i]);
+    E e;
+    pack_elem(&e, x);
+    store(out + k * kLanes<E>, splat(e));
+  }
+}
+
+// One tile of the band: rows of (q + v) against one panel.
+template <class C, int kM, int kN>
+__attribute__((noinline)) static void band_tile(const typename C::Elem* qv, int64_t ldq, int64_t depth,
+                                                const typename C::Elem* panel, int64_t panel_width,
+                                                typename C::Acc* t, int64_t pitch) {
+  using T = typename C::Acc;
+  Vec<T> acc[kM][kN] = {};
+  multiply<C, A::rows>(acc, qv, ldq, panel, panel_width, depth);
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kN; ++n) store(t + m * pitch + n * kLanes<T>, acc[m][n]);
+}
+
+// The part of the band that the current chunk of keys needs. It slides with the keys: a column is computed
+// once.
+template <class C, int kBlockRows, int kChunkKeys>
+class BandWindow {
+ public:
+  using T = typename C::Acc;
+  using Elem = typename C::Elem;
+  static constexpr int kWidth = kPanel<C>;
+  static constexpr int64_t kPitch = kChunkKeys + kBlockRows + 3 * kWidth;
+  static constexpr int64_t kFarPitch = kLanes<T>;
+  static constexpr int64_t kElements = kBlockRows * (kPitch + 2 * kFarPitch);
+
+  explicit BandWindow(T* memory) : t_(memory), far_(memory + kBlockRows * kPitch) {}
+
+  // Starts a block: nothing of the band is known but its far columns.
+  // qv: (q + v) of the block, [rows][depth] at row stride ldq.
+  void begin(const Block& block, const BandColumns<C>& columns, const PackedR<C>& r, const Elem* qv,
+             int64_t ldq, int64_t depth) {
+    block_ = &block, columns_ = &columns, r_ = r, qv_ = qv, ldq_ = ldq, depth_ = depth;
+    start_ = end_ = 0;
+    for (int side = 0; side < 2; ++side)
+      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
+        band_tile<C, decltype(km)::value, 1>(qv + m * ldq, ldq, depth, r.far[side], kLanes<Elem>,
+                                             far_ + (side * kBlockRows + m) * kFarPitch, kFarPitch);
+      });
+  }
+
+  // Makes the columns of the tiles [lo, hi) present; keys come in growing order.
+  void advance(int64_t lo, int64_t hi) {
+    const int64_t need_start = floor_to(column(block_->rows - 1, lo), kWidth);
+    const int64_t need_end = round_up(column(0, hi - 1) + 1, kWidth);
+    if (need_start >= end_) {
+      start_ = end_ = need_start;
+    } else if (need_start > start_) {
+      for (int m = 0; m < block_->rows; ++m)
+        memmove(t_ + m * kPitch, t_ + m * kPitch + (need_start - start_),
+                static_cast<size_t>(end_ - need_start) * sizeof(T));
+      start_ = need_start;
+    }
+    for (; end_ < need_end; end_ += kWidth) {
+      const Elem* panel = r_.panels + end_ / kWidth * (kWidth * depth_);
+      in_groups<kRows>(block_->rows, [&](int64_t m, auto km) {
+        band_tile<C, decltype(km)::value, kVectors>(qv_ + m * ldq_, ldq_, depth_, panel, kWidth,
+                                                    t_ + m * kPitch + (end_ - start_), kPitch);
+      });
+    }
+  }
+
+  // Where row m of the tile that starts at key lo begins: row m + 1 is `row_step` further, the next vector
+  // `vector_step`.
+  struct Reader {
+    const T* start;
+    int64_t row_step, vector_step;
+  };
+  Reader read(Block::Place place, int64_t lo) const {
+    if (place == Block::Place::band) return {t_ + (column(0, lo) - start_), kPitch - 1, kLanes<T>};
+    return {far_ + (place == Block::Place::far_right) * kBlockRows * kFarPitch, kFarPitch, 0};
+  }
+
+ private:
+  // Column, counted from the first packed one, of row m and key j.
+  int64_t column(int64_t m, int64_t j) const { return block_->p.band(block_->i0 + m, j) - columns_->first; }
+
+  T *t_, *far_;
+  const Block* block_ = nullptr;
+  const BandColumns<C>* columns_ = nullptr;
+  PackedR<C> r_{};
+  const Elem* qv_ = nullptr;
+  int64_t ldq_ = 0, depth_ = 0, start_ = 0, end_ = 0;  // [start_, end_): columns present
+};
+
+}  // namespace txl::TXL_LEVEL

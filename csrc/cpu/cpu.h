@@ -1,0 +1,34 @@
+// What a vector level offers and what it is given: the seam between the torch binding, the choice of the
+// level and the kernels. No torch, no vectors.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../rel_attn.h"
+
+namespace txl {
+
+// The caller's thread pool: run(body, context) calls body(context, index) for every index in [0, threads).
+struct Pool {
+  int threads;
+  void (*run)(int threads, void (*body)(void* context, int index), void* context);
+};
+
+// The entry points of one (level, dtype). `forward` and `backward` return false, having written nothing,
+// where their arithmetic cannot keep a NaN or an infinity to the rows that see it; the dispatcher then asks a
+// level that can.
+struct Kernels {
+  bool (*forward)(const Problem&, const Forward&, const Pool&);
+  bool (*backward)(const Problem&, const Backward&, const Pool&);
+};
+
+// The kernels of the level chosen for this process: the best that runs here, or the one TXL_CPU_LEVEL names.
+// Throw std::runtime_error where TXL_CPU_LEVEL names a level that is not built or that this CPU cannot run.
+void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool);
+void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool);
+
+std::string cpu_level();   // the chosen one
+std::string cpu_levels();  // all that are built and run here, comma separated, best last
+
+}  // namespace txl

@@ -1,0 +1,229 @@
+// Decode: few queries over many keys, as in generation. Every key is read once, nothing is packed, and the
+// keys are split over the threads; the speed of memory is the limit. The parts are merged by their
+// log-sum-exp, in order.
+#pragma once
+
+#include "scores.h"
+
+namespace txl::TXL_LEVEL {
+
+constexpr int kDecodeRows = 8;  // beyond about this many, packing pays
+
+TXL_INLINE bool decodes(const Problem& p) { return p.L <= kDecodeRows; }
+
+template <class S>
+class DecodeKernel {
+  using T = decltype(to_float(S{}));
+  static constexpr int W = kLanes<T>, kKeys = 64;  // keys whose scores are held at once
+
+  struct Query {
+    T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
+    T far[2];  // (q + bias_v) . r at the two ends of r
+    Range keys;
+    T m = -static_cast<T>(INFINITY), l = 0;
+  };
+
+ public:
+  DecodeKernel(const Problem& problem, const Forward& tensors, const Pool& pool)
+      : p_(problem),
+        t_(tensors),
+        pool_(pool),
+        columns_(round_up(p_.D, W)),
+        threshold_(DropoutMask::threshold(p_.dropout_p)),
+        // The split depends on the shapes alone, and so does the result.
+        parts_(max(1, min(kItems / (p_.B * p_.H), p_.K / kMinKeys))),
+        partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
+
+  void run() {
+    parallel_items(pool_, p_.B * p_.H * parts_,
+                   [&](int64_t item, int) { run_part(item / parts_, item % parts_); });
+    for (int64_t unit = 0; unit < p_.B * p_.H; ++unit)
+      for (int64_t i = 0; i < p_.L; ++i) merge(unit, i);
+  }
+
+ private:
+  static constexpr int64_t kItems = 64, kMinKeys = 256;
+
+  // o of one part of one query, and behind it m and l.
+  T* part_of(int64_t unit, int64_t part, int64_t i) {
+    return partial_.begin() + ((unit * parts_ + part) * p_.L + i) * (columns_ + 2);
+  }
+
+  Query query(int64_t b, int64_t h, int64_t i, T* memory) const {
+    Query q;
+    const T factor = static_cast<T>(p_.scale * kLog2e);
+    const S* row = t_.q.at<S>(b, h, i);
+    q.u = memory, q.v = memory + columns_;
+    for (int64_t d = 0; d < p_.D; ++d) {
+      q.u[d] = (to_float(row[d]) + bias(t_.bias_u, h, d)) * factor;
+      q.v[d] = (to_float(row[d]) + bias(t_.bias_v, h, d)) * factor;
+    }
+    for (int side = 0; side < 2; ++side) {
+      const S* r = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
+      q.far[side] = 0;
+      for (int64_t d = 0; d < p_.D; ++d) q.far[side] += q.v[d] * to_float(r[d]);
+    }
+    q.keys = p_.keys_of_query(p_.keys_of_batch(b), i);
+    return q;
+  }
+
+  T bias(const View& x, int64_t h, int64_t d) const { return x.data ? to_float(x.at<S>(0, h, 0)[d]) : T{}; }
+
+  // f(first column, Size<vectors>, Size<whether the last of them is cut off by D>) over the columns.
+  template <class F>
+  TXL_INLINE void in_columns(F f) const {
+    in_groups<kVectors>(columns_ / W, [&](int64_t n, auto kn) {
+      if ((n + decltype(kn)::value) * W <= p_.D)
+        f(n * W, kn, Size<0>{});
+      else
+        f(n * W, kn, Size<1>{});
+    });
+  }
+  TXL_INLINE Vec<T> values(const S* p, bool tail) const {
+    return tail ? load_some(p, static_cast<int>(p_.D % W)) : load_as_float(p);
+  }
+
+  void run_part(int64_t unit, int64_t part) {
+    const int64_t b = unit % p_.B, h = unit / p_.B;
+    const Range share = {p_.K * part / parts_, p_.K * (part + 1) / parts_};
+    Array<T> memory(2 * p_.L * columns_);
+    Query queries[kDecodeRows];
+    Range all = {share.hi, share.lo};
+    for (int64_t i = 0; i < p_.L; ++i) {
+      queries[i] = query(b, h, i, &memory[2 * i * columns_]);
+      Range& keys = queries[i].keys;
+      keys = {max(keys.lo, share.lo), min(keys.hi, share.hi)};
+      if (!keys.empty()) all = {min(all.lo, keys.lo), max(all.hi, keys.hi)};
+      T* o = part_of(unit, part, i);
+      for (int64_t d = 0; d < columns_; ++d) o[d] = 0;
+    }
+    for (int64_t lo = all.lo; lo < all.hi; lo += kKeys)
+      for (int64_t i = 0; i < p_.L; ++i) {
+        Query& q = queries[i];
+        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + kKeys)};
+        if (!keys.empty()) add_keys(b, h, i, keys, q, part_of(unit, part, i));
+      }
+    for (int64_t i = 0; i < p_.L; ++i) {
+      T* o = part_of(unit, part, i);
+      o[columns_] = queries[i].m;
+      o[columns_ + 1] = queries[i].l;
+    }
+  }
+
+  // The keys [lo, hi), at most kKeys, into the running softmax of one query.
+  void add_keys(int64_t b, int64_t h, int64_t i, Range keys, Query& q, T* o) const {
+    T s[kKeys];
+    const int64_t count = keys.size();
+    score_keys(b, h, i, keys, q, s);
+    Vec<T> top = splat(q.m);
+    for (int64_t x = 0; x < count; x += W) top = vmax(load(s + x), top);
+    const T m = horizontal_max<T>(top), base = m == -static_cast<T>(INFINITY) ? T{} : m;
+    const T fade = exp2(splat(q.m - base))[0];
+    Vec<T> sum = {};
+    for (int64_t x = 0; x < count; x += W) {
+      const Vec<T> e = exp2(load(s + x) - base);
+      sum += e;
+      store(s + x, e);
+    }
+    q.m = m;
+    q.l = q.l * fade + horizontal_sum<T>(sum);
+    if (p_.dropout_p > 0) drop(p_, threshold_, b, h, i, keys.lo, 0, count, s);
+    in_columns([&](int64_t d, auto kn, auto tail) {
+      add_values<decltype(kn)::value, decltype(tail)::value>(t_.v.at<S>(b, h, keys.lo) + d, count, s, fade,
+                                                             o + d);
+    });
+  }
+
+  // o = o * fade + sum_x s[x] v_x over kN vectors of columns.
+  template <int kN, int tail>
+  __attribute__((noinline)) void add_values(const S* v, int64_t count, const T* s, T fade, T* o) const {
+    Vec<T> acc[kN];
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) acc[n] = load(o + n * W) * fade;
+    for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
+      TXL_UNROLL
+      for (int n = 0; n < kN; ++n) acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
+    }
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) store(o + n * W, acc[n]);
+  }
+
+  // s[x] = score of key lo + x; -inf in the lanes behind the last key.
+  void score_keys(int64_t b, int64_t h, int64_t i, Range keys, const Query& q, T* s) const {
+    // Keys whose position term is the same for all, left and right of those that have a row of r each.
+    const Range near = {min(max(keys.lo, i + p_.K - p_.L - p_.r_zero + 1), keys.hi),
+                        max(min(keys.hi, i + p_.K - p_.L - p_.r_zero + p_.N - 1), keys.lo)};
+    const int64_t left_end = near.lo, right_start = max(near.hi, near.lo);
+    const S* k = t_.k.at<S>(b, h, 0);
+    const S* r = t_.r.at<S>(0, h, 0);
+    for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
+    const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
+      for (int64_t j = lo; j < hi; j += W)
+        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, min(W, hi - j), q,
+                                         constant, s + (j - keys.lo));
+    };
+    dot(keys.lo, left_end, Size<0>{}, q.far[0]);
+    dot(left_end, right_start, Size<1>{}, T{});
+    dot(right_start, keys.hi, Size<0>{}, q.far[1]);
+  }
+
+  // Scores of up to a vector of keys.
+  template <bool has_r>
+  void dot_keys(const S* k, const S* r, int64_t count, const Query& q, T constant, T* s) const {
+    Vec<T> product[W] = {};
+    in_columns([&](int64_t d, auto kn, auto tail) {
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, q.u + d, q.v + d,
+                                                                  product);
+    });
+    transpose<T>(product);
+    Vec<T> sum = splat(constant);
+    TXL_UNROLL
+    for (int x = 0; x < W; ++x) sum += product[x];
+    T lane[W];
+    store(lane, sum);
+    memcpy(s, lane, static_cast<size_t>(count) * sizeof(T));
+  }
+
+  // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
+  template <bool has_r, int kN, int tail>
+  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, const T* u, const T* v,
+                                          Vec<T> (&product)[W]) const {
+    Vec<T> qu[kN], qv[kN];
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
+    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row) {
+      Vec<T> content = product[x], position = {};
+      TXL_UNROLL
+      for (int n = 0; n < kN; ++n) {
+        content += qu[n] * values(k + n * W, tail && n == kN - 1);
+        if constexpr (has_r) position += qv[n] * values(r + n * W, tail && n == kN - 1);
+      }
+      product[x] = content + position;
+    }
+  }
+
+  void merge(int64_t unit, int64_t i) {
+    T m = -static_cast<T>(INFINITY);
+    for (int64_t part = 0; part < parts_; ++part) m = vmax(part_of(unit, part, i)[columns_], m);
+    const T base = m == -static_cast<T>(INFINITY) ? T{} : m;
+    Array<T> o(columns_);
+    T l = 0;
+    for (int64_t part = 0; part < parts_; ++part) {
+      const T* x = part_of(unit, part, i);
+      const T weight = exp2(splat(x[columns_] - base))[0];
+      l += weight * x[columns_ + 1];
+      for (int64_t d = 0; d < columns_; ++d) o[d] += weight * x[d];
+    }
+    write_row<T, S>(p_, t_, unit % p_.B, unit / p_.B, i, o.begin(), m, l);
+  }
+
+  const Problem p_;
+  const Forward& t_;
+  const Pool& pool_;
+  const int64_t columns_;
+  const uint32_t threshold_;
+  const int64_t parts_;
+  Array<T> partial_;
+};
+
+}  // namespace txl::TXL_LEVEL

@@ -1,0 +1,58 @@
+// The kernels of one vector level and one dtype: compiled once per (TXL_LEVEL, TXL_DTYPE), with the level's
+// flags.
+#ifndef TXL_LEVEL
+#error "TXL_LEVEL and TXL_DTYPE come from the build (setup.py)"
+#endif
+
+#include "backward.h"
+#include "decode.h"
+#include "forward.h"
+
+namespace txl::TXL_LEVEL {
+namespace {
+
+struct f32 {
+  using Stored = float;
+  using Compute = Single;
+};
+struct f64 {
+  using Stored = double;
+  using Compute = Double;
+};
+struct bf16_ {
+  using Stored = bf16;
+#if defined(__AVX512BF16__)
+  using Compute = Bf16Pair;
+#else
+  using Compute = Single;
+#endif
+};
+// The macro names a dtype; bf16 is taken by the stored type.
+#define TXL_CASE_f32 f32
+#define TXL_CASE_f64 f64
+#define TXL_CASE_bf16 bf16_
+#define TXL_CASE_(dtype) TXL_CASE_##dtype
+#define TXL_CASE(dtype) TXL_CASE_(dtype)
+using Case = TXL_CASE(TXL_DTYPE);
+
+bool forward(const Problem& p, const Forward& t, const Pool& pool) {
+  if (decodes(p)) {
+    DecodeKernel<Case::Stored>(p, t, pool).run();
+    return true;
+  }
+  return ForwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
+}
+
+bool backward(const Problem& p, const Backward& t, const Pool& pool) {
+  return BackwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
+}
+
+}  // namespace
+
+// kernels_f32, kernels_f64 or kernels_bf16 of this level.
+#define TXL_NAME_(dtype) kernels_##dtype
+#define TXL_NAME(dtype) TXL_NAME_(dtype)
+extern const Kernels TXL_NAME(TXL_DTYPE);
+const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward};
+
+}  // namespace txl::TXL_LEVEL

@@ -1,0 +1,256 @@
+// Matrix products on register tiles, and the packing of their operands.
+//
+//   acc[m][n] += sum_k A(m, k) * B(k, n)
+//
+// A is read by broadcasts, from rows (element (m, k) at a[m * lda + k]) or from columns (a[k * lda + m]); B
+// is read as rows of whole vectors. k counts depth elements, each of Compute::depth values.
+#pragma once
+
+#include <cstdlib>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "vec.h"
+
+namespace txl::TXL_LEVEL {
+
+enum class A { rows, columns };
+
+template <class C, A layout, int kM, int kN>
+TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::Elem* a, int64_t lda,
+                         const typename C::Elem* b, int64_t ldb, int64_t depth) {
+  using Elem = typename C::Elem;
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<Elem> row[kN];
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) row[n] = load(b + k * ldb + n * kLanes<Elem>);
+    TXL_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      const Vec<Elem> x = splat(layout == A::rows ? a[m * lda + k] : a[k * lda + m]);
+      TXL_UNROLL
+      for (int n = 0; n < kN; ++n) acc[m][n] = C::step(acc[m][n], x, row[n]);
+    }
+  }
+}
+
+template <int N>
+using Size = std::integral_constant<int, N>;
+
+// f(Size<n>) for a run-time n in [1, kMax].
+template <int kMax, class F>
+TXL_INLINE void with_size(int64_t n, F&& f) {
+  if constexpr (kMax > 1) {
+    if (n < kMax) return with_size<kMax - 1>(n, f);
+  }
+  f(Size<kMax>{});
+}
+
+// f(start, Size<n>) over [0, total) in groups of at most kMax that differ by at most one: no small group is
+// left over.
+template <int kMax, class F>
+TXL_INLINE void in_groups(int64_t total, F&& f) {
+  const int64_t groups = (total + kMax - 1) / kMax;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t start = total * g / groups, end = total * (g + 1) / groups;
+    with_size<kMax>(end - start, [&](auto size) { f(start, size); });
+  }
+}
+
+TXL_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+TXL_INLINE int64_t floor_to(int64_t n, int64_t to) { return n - ((n % to) + to) % to; }
+TXL_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+TXL_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// C[rows, columns] += A B, the columns padded to whole vectors; c must have that padding.
+template <class C, A layout, int kM, int kN>
+__attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_t lda,
+                                               const typename C::Elem* b, int64_t ldb, int64_t depth,
+                                               typename C::Acc* c, int64_t ldc) {
+  using T = typename C::Acc;
+  Vec<T> acc[kM][kN] = {};
+  multiply<C, layout>(acc, a, lda, b, ldb, depth);
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    T* p = c + m * ldc + n * kLanes<T>;
+    store(p, load(p) + acc[m][n]);
+  }
+}
+
+template <class C, A layout>
+TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
+                            int64_t lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
+                            int64_t ldc) {
+  using T = typename C::Acc;
+  in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
+    const int64_t column = n0 * kLanes<T>;
+    in_groups<kRows>(rows, [&](int64_t m0, auto km) {
+      add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
+          a + (layout == A::rows ? m0 * lda : m0), lda, b + column, ldb, depth, c + m0 * ldc + column, ldc);
+    });
+  });
+}
+
+// Panels: kPanel rows of a matrix, transposed, so that the depth runs down and the rows are the lanes:
+// [depth][kPanel].
+template <class C>
+constexpr int kPanel = kVectors * kLanes<typename C::Acc>;
+
+template <int kStep, class V, size_t... I>
+TXL_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
+  constexpr int kW = sizeof...(I);
+  const V lo = __builtin_shufflevector(a, b, ((I & kStep) ? kW + I - kStep : I)...);
+  const V hi = __builtin_shufflevector(a, b, ((I & kStep) ? kW + I : I + kStep)...);
+  a = lo;
+  b = hi;
+}
+
+// Transposes a square of kLanes x kLanes in registers, by halves.
+template <class E, int kStep = kLanes<E> / 2>
+TXL_INLINE void transpose(Vec<E> (&v)[kLanes<E>]) {
+  TXL_UNROLL
+  for (int i = 0; i < kLanes<E>; ++i)
+    if (!(i & kStep)) exchange<kStep>(v[i], v[i + kStep], std::make_index_sequence<kLanes<E>>{});
+  if constexpr (kStep > 1) transpose<E, kStep / 2>(v);
+}
+
+// kLanes consecutive depth elements of a stored row, from value d on; zeros past D or where the row is null.
+template <class C, class S>
+TXL_INLINE Vec<typename C::Elem> load_elems(const S* row, int64_t d, int64_t D) {
+  using E = typename C::Elem;
+  constexpr int kValues = kLanes<E> * C::depth;
+  if (!row) return Vec<E>{};
+  const int64_t n = min(kValues, D - d);
+  if constexpr (C::depth == 1) {
+    return n == kValues ? load_as_float(row + d) : load_some(row + d, static_cast<int>(n));
+  } else {  // bfloat16 in pairs is what memory holds already
+    E lane[kLanes<E>] = {};
+    memcpy(lane, row + d, n == kValues ? sizeof(lane) : static_cast<size_t>(n) * sizeof(S));
+    return load(lane);
+  }
+}
+
+// One panel from kPanel row pointers (null: a row of zeros).
+template <class C, class S>
+static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C::Elem* panel) {
+  using E = typename C::Elem;
+  constexpr int W = kLanes<E>;
+  const int64_t depth = (D + C::depth - 1) / C::depth;
+  for (int x = 0; x < kPanel<C>; x += W)
+    for (int64_t k = 0; k < depth; k += W) {
+      Vec<E> v[W];
+      TXL_UNROLL
+      for (int i = 0; i < W; ++i) v[i] = load_elems<C>(rows[x + i], k * C::depth, D);
+      transpose<E>(v);
+      const int64_t n = min(W, depth - k);
+      for (int i = 0; i < n; ++i) store(panel + (k + i) * kPanel<C> + x, v[i]);
+    }
+}
+
+// `depth` neighbouring rows as one row of depth elements, [columns] wide with zeros past D: the B operand of
+// a product whose depth runs over rows. Adds to `poison` something that is NaN if any value is not finite.
+template <class C, class S>
+static void pack_rows(const S* const (&rows)[C::depth], int64_t D, int64_t columns, typename C::Elem* out,
+                      Vec<typename C::Acc>& poison) {
+  using T = typename C::Acc;
+  constexpr int W = kLanes<T>;
+  for (int64_t d = 0; d < columns; d += W) {
+    Vec<T> x[C::depth];
+    for (int i = 0; i < C::depth; ++i) {
+      x[i] = !rows[i]     ? Vec<T>{}
+             : d + W <= D ? load_as_float(rows[i] + d)
+                          : load_some(rows[i] + d, static_cast<int>(D - d));
+      poison += x[i] - x[i];
+    }
+    if constexpr (C::depth == 1) {
+      store(out + d, x[0]);
+    } else {  // the values are bfloat16 already: nothing is rounded
+      store(out + d, (bits<Vec<uint32_t>>(x[0]) >> 16) | bits<Vec<uint32_t>>(x[1]));
+    }
+  }
+}
+
+// Pairs of a matrix of values, for elements that are pairs: neighbours in a row (columns: a multiple of two
+// vectors is written), or the same column of two rows ([rows / 2][columns], rows even, columns rounded up to
+// a vector).
+template <class C>
+static void pack_pairs_along(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                             int64_t out_pitch) {
+  constexpr int W = kLanes<float>;
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t n = 0; n < columns; n += 2 * W)
+      store(out + m * out_pitch + n / 2, C::pair_along(load(x + m * pitch + n), load(x + m * pitch + n + W)));
+}
+template <class C>
+static void pack_pairs_across(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                              int64_t out_pitch) {
+  for (int64_t m = 0; m < rows; m += 2)
+    for (int64_t n = 0; n < columns; n += kLanes<float>)
+      store(out + m / 2 * out_pitch + n,
+            C::pair_across(load(x + m * pitch + n), load(x + (m + 1) * pitch + n)));
+}
+
+// A fixed number of small records. (std::vector would do, but its functions are shared between the objects of
+// all levels.)
+template <typename T>
+class Array {
+ public:
+  explicit Array(int64_t size) : data_(new T[static_cast<size_t>(size)]()), size_(size) {}
+  ~Array() { delete[] data_; }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  T& operator[](int64_t i) { return data_[i]; }
+  const T& operator[](int64_t i) const { return data_[i]; }
+  T* begin() const { return data_; }
+  T* end() const { return data_ + size_; }
+  int64_t size() const { return size_; }
+
+ private:
+  T* data_;
+  int64_t size_;
+};
+
+// A block of memory for one call, carved into arrays that start on cache lines.
+class Arena {
+ public:
+  explicit Arena(size_t bytes)
+      : memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64)), next_(static_cast<char*>(memory_)) {
+    if (!memory_) throw std::bad_alloc();
+  }
+  ~Arena() { std::free(memory_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* p = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return p;
+  }
+  template <typename T>
+  static size_t bytes(int64_t count) {
+    return (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  }
+
+  // A record of arrays, listed once: `list(record, visit)` calls visit(pointer, count) for each of its
+  // arrays.
+  template <class Record, class List>
+  static size_t record_bytes(List list) {
+    Record record{};
+    size_t total = 0;
+    list(record,
+         [&](auto*& p, int64_t count) { total += bytes<std::remove_reference_t<decltype(*p)>>(count); });
+    return total;
+  }
+  template <class Record, class List>
+  void take_record(Record& record, List list) {
+    list(record, [&](auto*& p, int64_t count) { p = take<std::remove_reference_t<decltype(*p)>>(count); });
+  }
+
+ private:
+  void* memory_;
+  char* next_;
+};
+
+}  // namespace txl::TXL_LEVEL

@@ -1,0 +1,134 @@
+// What forward and backward share: work items on the caller's threads, packed queries, a tile of scores,
+// masks and dropout.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+
+#include "band.h"
+#include "cpu.h"
+
+namespace txl::TXL_LEVEL {
+
+constexpr double kLog2e = 1.4426950408889634074, kLn2 = 0.6931471805599453094;
+
+// Runs f(item, thread) for every item on the caller's pool, items in order of growing number.
+template <class F>
+TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
+  struct Context {
+    F& f;
+    int64_t items;
+    std::atomic<int64_t> next{0};
+  } context{f, items};
+  pool.run(
+      static_cast<int>(min(pool.threads, items)),
+      [](void* c, int thread) {
+        Context& ctx = *static_cast<Context*>(c);
+        for (int64_t i; (i = ctx.next.fetch_add(1, std::memory_order_relaxed)) < ctx.items;) ctx.f(i, thread);
+      },
+      &context);
+}
+
+// Philox words of 64 neighbouring keys of one query: word[w][x] decides key 64 * group + 16 * w + x.
+static inline void dropout_words(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t group,
+                                 uint32_t (&word)[4][16]) {
+  constexpr int W = kLanes<float>;
+  using V = Vec<uint32_t>;
+  typedef uint64_t Wide __attribute__((vector_size(2 * kVectorBytes)));
+  const auto mul = [](V x, uint32_t m, V& lo, V& hi) {
+    const Wide product = __builtin_convertvector(x, Wide) * static_cast<uint64_t>(m);
+    lo = __builtin_convertvector(product, V);
+    hi = __builtin_convertvector(product >> 32, V);
+  };
+  for (int x = 0; x < DropoutMask::kLanes; x += W) {
+    V c[4] = {lane_index<uint32_t>() + static_cast<uint32_t>(group * DropoutMask::kLanes + x),
+              splat(static_cast<uint32_t>(i)), splat(static_cast<uint32_t>(h)),
+              splat(static_cast<uint32_t>(b))};
+    Philox::rounds(c, static_cast<uint32_t>(p.dropout_seed), static_cast<uint32_t>(p.dropout_seed >> 32),
+                   mul);
+    for (int w = 0; w < 4; ++w) store(&word[w][x], c[w]);
+  }
+}
+
+// Zeroes the entries of x[lo, hi), which belong to keys `key0 + index`, that dropout takes away.
+template <typename T>
+static void drop(const Problem& p, uint32_t threshold, int64_t b, int64_t h, int64_t i, int64_t key0,
+                 int64_t lo, int64_t hi, T* x) {
+  uint32_t word[4][16];
+  for (int64_t j = key0 + lo; j < key0 + hi;) {
+    const int64_t group = j / DropoutMask::kGroup, end = min((group + 1) * DropoutMask::kGroup, key0 + hi);
+    dropout_words(p, b, h, i, group, word);
+    for (; j < end; ++j)
+      if (word[DropoutMask::word(j)][j & 15] < threshold) x[j - key0] = 0;
+  }
+}
+
+// (q + bias) * factor of the rows of a block as depth elements, zero for rows that see nothing.
+template <class C, class S>
+static void pack_queries(const Block& block, const View& q, const View& bias, int64_t b, int64_t h,
+                         typename C::Acc factor, int64_t depth, typename C::Elem* out) {
+  using T = typename C::Acc;
+  const S* u = bias.data ? bias.at<S>(0, h, 0) : nullptr;
+  for (int m = 0; m < block.rows; ++m) {
+    const S* row = q.at<S>(b, h, block.i0 + m);
+    const bool sees = !block.p.keys_of_query(block.batch, block.i0 + m).empty();
+    for (int64_t k = 0; k < depth; ++k) {
+      T x[C::depth] = {};
+      for (int64_t e = 0; e < C::depth && sees && k * C::depth + e < block.p.D; ++e) {
+        const int64_t d = k * C::depth + e;
+        x[e] = (to_float(row[d]) + (u ? to_float(u[d]) : T{})) * factor;
+      }
+      pack_elem(out + m * depth + k, x);
+    }
+  }
+}
+
+// Puts `masked` where a row of a tile does not see the key.
+template <typename T, int kM, int kN>
+TXL_INLINE void mask_tile(Vec<T> (&acc)[kM][kN], const Block& block, int64_t m0, int64_t tile_key, T masked) {
+  const Vec<Int<T>> lane = lane_index<Int<T>>();
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    const Range keys = block.p.keys_of_query(block.batch, block.i0 + m0 + m);
+    const Int<T> lo = static_cast<Int<T>>(min(max(keys.lo - tile_key, 0), kN * kLanes<T>));
+    const Int<T> hi = static_cast<Int<T>>(min(max(keys.hi - tile_key, 0), kN * kLanes<T>));
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      const Vec<Int<T>> j = lane + n * kLanes<T>;
+      acc[m][n] = (j >= lo) & (j < hi) ? acc[m][n] : splat(masked);
+    }
+  }
+}
+
+// The tiles of [lo, hi) that lie in the band: the far ones are left and right of them.
+template <class C>
+static Range band_tiles(const Block& block, int64_t lo, int64_t hi) {
+  Range tiles{hi, lo};
+  for (int64_t j = lo; j < hi; j += kPanel<C>)
+    if (block.place(j, j + kPanel<C>) == Block::Place::band) tiles = {min(tiles.lo, j), j + kPanel<C>};
+  return tiles;
+}
+
+// One tile of scores in log2 units: the band where it is read, plus (q + u) . k.
+template <class C, int kM>
+TXL_INLINE void score_tile(Vec<typename C::Acc> (&acc)[kM][kVectors], const typename C::Elem* qu, int64_t ldq,
+                           int64_t depth, const typename C::Elem* k_panel, const typename C::Acc* band,
+                           int64_t row_step, int64_t vector_step) {
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kVectors; ++n) acc[m][n] = load(band + m * row_step + n * vector_step);
+  multiply<C, A::rows>(acc, qu, ldq, k_panel, kPanel<C>, depth);
+}
+
+// One row of the result from its running softmax: o unnormalised, m the maximum and l the sum in log2 units.
+template <typename T, class S>
+static void write_row(const Problem& p, const Forward& t, int64_t b, int64_t h, int64_t i, const T* o, T m,
+                      T l) {
+  const T factor = l == 0 ? T{} : static_cast<T>(1 / (1 - p.dropout_p)) / l;
+  S* out = t.out.at<S>(b, h, i);
+  for (int64_t d = 0; d < p.D; ++d) store_as(out + d, l == 0 ? T{} : o[d] * factor);
+  const T lse = l == 0 ? -static_cast<T>(INFINITY) : (m + std::log2(l)) * static_cast<T>(kLn2);
+  static_cast<T*>(t.lse)[(b * p.H + h) * p.L + i] = lse;
+}
+
+}  // namespace txl::TXL_LEVEL

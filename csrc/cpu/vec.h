@@ -1,0 +1,269 @@
+// Vectors of one level, in the compiler's own vector extension: the same source becomes SSE2, AVX2, AVX-512
+// or NEON by the flags it is compiled with. Everything here lives in a namespace named after the level and is
+// inlined, so that objects of different levels never share a function.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../philox.h"
+#include "../rel_attn.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define TXL_INLINE inline __attribute__((always_inline))
+#define TXL_UNROLL _Pragma("GCC unroll 32")
+
+namespace txl::TXL_LEVEL {
+
+// Register tile of the product kernels: kRows rows of kVectors vectors; it leaves room for one row of B and a
+// broadcast of A.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRows = 6, kVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32, kRows = 6, kVectors = 2;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16, kRows = 6, kVectors = 4;
+#else
+constexpr int kVectorBytes = 16, kRows = 4, kVectors = 2;
+#endif
+
+template <typename T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+  typedef T unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+};
+template <typename T>
+using Vec = typename VectorOf<T>::type;
+template <typename T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+// The signed integer of the same width, for masks and bit tricks.
+template <typename T>
+struct IntOf;
+template <>
+struct IntOf<float> {
+  using type = int32_t;
+};
+template <>
+struct IntOf<double> {
+  using type = int64_t;
+};
+template <typename T>
+using Int = typename IntOf<T>::type;
+
+template <typename T>
+TXL_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename VectorOf<T>::unaligned*>(p);
+}
+
+template <typename T>
+TXL_INLINE void store(T* p, Vec<T> v) {
+  *reinterpret_cast<typename VectorOf<T>::unaligned*>(p) = v;
+}
+
+template <typename T>
+TXL_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};  // x - 0 is x to the bit; 0 + x would lose the sign of -0
+}
+
+template <typename To, typename From>
+TXL_INLINE To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To y;
+  memcpy(&y, &x, sizeof(y));
+  return y;
+}
+
+template <typename T>
+TXL_INLINE Vec<T> lane_index() {
+  Vec<T> v;
+  for (int i = 0; i < kLanes<T>; ++i) v[i] = static_cast<T>(i);
+  return v;
+}
+
+// max(a, b), b where they do not compare: written so that it is one instruction on x86.
+template <typename V>
+TXL_INLINE V vmax(V a, V b) {
+  return a > b ? a : b;
+}
+
+template <typename T>
+TXL_INLINE T horizontal_sum(Vec<T> v) {
+  T lane[kLanes<T>];
+  store(lane, v);
+  for (int width = kLanes<T> / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+template <typename T>
+TXL_INLINE T horizontal_max(Vec<T> v) {
+  T m = v[0];
+  for (int i = 1; i < kLanes<T>; ++i) m = m > v[i] ? m : v[i];
+  return m;
+}
+
+// 2^x. Relative error below 1e-8 (float), 1e-16 (double) plus rounding; exactly 0 for x = -inf and for
+// results below the normal numbers; NaN stays NaN. The polynomials interpolate 2^f on [-1/2, 1/2] at
+// Chebyshev nodes.
+TXL_INLINE Vec<float> exp2_fraction(Vec<float> f) {
+  Vec<float> p = splat(0.000154614446985691291f);
+  p = p * f + 0.00134004281776158379f;
+  p = p * f + 0.00961805667852463808f;
+  p = p * f + 0.0555032722667030206f;
+  p = p * f + 0.240226509222887581f;
+  p = p * f + 0.693147206702832596f;
+  return p * f + 1.0f;
+}
+
+TXL_INLINE Vec<double> exp2_fraction(Vec<double> f) {
+  Vec<double> p = splat(2.57335683087568912e-11);
+  p = p * f + 4.45667534104920588e-10;
+  p = p * f + 7.05489438634834804e-9;
+  p = p * f + 1.0178051192960649e-7;
+  p = p * f + 1.3215486815999977e-6;
+  p = p * f + 0.0000152527338562934664;
+  p = p * f + 0.000154035303933627553;
+  p = p * f + 0.00133335581463903528;
+  p = p * f + 0.00961812910762848305;
+  p = p * f + 0.055504108664821699;
+  p = p * f + 0.240226506959100712;
+  p = p * f + 0.693147180559945308;
+  return p * f + 1.0;
+}
+
+template <typename T>
+struct Exponent;  // of the floating-point format: where its bits start, the smallest normal, the rounding
+                  // constant
+template <>
+struct Exponent<float> {
+  static constexpr int shift = 23;
+  static constexpr float lowest = -126.0f, round = 12582912.0f;  // 1.5 * 2^23
+};
+template <>
+struct Exponent<double> {
+  static constexpr int shift = 52;
+  static constexpr double lowest = -1022.0, round = 6755399441055744.0;  // 1.5 * 2^52
+};
+
+#if defined(__AVX512F__)
+TXL_INLINE Vec<float> exp2(Vec<float> x) {
+  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order NaN comes through
+  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp2_fraction(y - n), n);
+}
+TXL_INLINE Vec<double> exp2(Vec<double> x) {
+  const __m512d y = _mm512_max_pd(_mm512_set1_pd(-1200.0), x);
+  const __m512d n = _mm512_roundscale_pd(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_pd(exp2_fraction(y - n), n);
+}
+#else
+template <typename V>
+TXL_INLINE V exp2(V x) {
+  using T = std::remove_reference_t<decltype(V{}[0])>;
+  using E = Exponent<T>;
+  using I = Vec<Int<T>>;
+  const V shifted = x + E::round;
+  const I n = bits<I>(shifted) - bits<I>(splat(E::round));
+  const V p = exp2_fraction(x - (shifted - E::round));
+  const V y = bits<V>(bits<I>(p) + (n << E::shift));
+  return x < E::lowest ? V{} : (x == x ? y : x);
+}
+#endif
+
+// bfloat16 as stored.
+struct bf16 {
+  uint16_t bits;
+};
+
+TXL_INLINE float to_float(bf16 x) { return bits<float>(static_cast<uint32_t>(x.bits) << 16); }
+TXL_INLINE float to_float(float x) { return x; }
+TXL_INLINE double to_float(double x) { return x; }
+
+TXL_INLINE bf16 round_bf16(float x) {  // to nearest even; NaN stays NaN
+  const uint32_t u = bits<uint32_t>(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((u >> 16) | 0x40)};
+  return {static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16)};
+}
+TXL_INLINE void store_as(float* p, float x) { *p = x; }
+TXL_INLINE void store_as(double* p, double x) { *p = x; }
+TXL_INLINE void store_as(bf16* p, float x) { *p = round_bf16(x); }
+
+// A whole vector from storage, converted.
+TXL_INLINE Vec<float> load_as_float(const float* p) { return load(p); }
+TXL_INLINE Vec<double> load_as_float(const double* p) { return load(p); }
+TXL_INLINE Vec<float> load_as_float(const bf16* p) {
+  typedef uint16_t half_vector __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+  const half_vector h = *reinterpret_cast<const half_vector*>(p);
+  return bits<Vec<float>>(__builtin_convertvector(h, Vec<uint32_t>) << 16);
+}
+
+// The first n lanes from storage, zero behind them. Memory behind them is not touched.
+#if defined(__AVX512F__)
+TXL_INLINE Vec<float> load_some(const float* p, int n) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+}
+TXL_INLINE Vec<double> load_some(const double* p, int n) {
+  return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), p);
+}
+TXL_INLINE Vec<float> load_some(const bf16* p, int n) {
+  const __m256i h = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
+  return bits<Vec<float>>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+#else
+template <typename S>
+TXL_INLINE auto load_some(const S* p, int n) {
+  using T = decltype(to_float(S{}));
+  T lane[kLanes<T>] = {};
+  for (int i = 0; i < n; ++i) lane[i] = to_float(p[i]);
+  return load(lane);
+}
+#endif
+
+// How a product kernel multiplies: what one element of its packed operands is, and one step of the depth.
+struct Single {  // float
+  using Acc = float;
+  using Elem = float;
+  static constexpr int depth = 1;
+  static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<float> a, Vec<float> b) { return acc + a * b; }
+};
+struct Double {
+  using Acc = double;
+  using Elem = double;
+  static constexpr int depth = 1;
+  static TXL_INLINE Vec<double> step(Vec<double> acc, Vec<double> a, Vec<double> b) { return acc + a * b; }
+};
+#if defined(__AVX512BF16__)
+struct Bf16Pair {  // two neighbours of the depth, the earlier one in the low half; fp32 accumulators
+  using Acc = float;
+  using Elem = uint32_t;
+  static constexpr int depth = 2;
+  static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<uint32_t> a, Vec<uint32_t> b) {
+    return _mm512_dpbf16_ps(acc, bits<__m512bh>(a), bits<__m512bh>(b));
+  }
+  // Pairs of neighbours in a row: x[0], x[1] | x[2], x[3] | ... from two vectors.
+  static TXL_INLINE Vec<uint32_t> pair_along(Vec<float> first, Vec<float> second) {
+    return bits<Vec<uint32_t>>(_mm512_cvtne2ps_pbh(second, first));
+  }
+  // Pairs of lanes of two rows: even[0], odd[0] | even[1], odd[1] | ...
+  static TXL_INLINE Vec<uint32_t> pair_across(Vec<float> even, Vec<float> odd) {
+    const Vec<uint32_t> lo =
+        bits<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bits<__m256i>(_mm512_cvtneps_pbh(even))));
+    const Vec<uint32_t> hi =
+        bits<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bits<__m256i>(_mm512_cvtneps_pbh(odd))));
+    return lo | hi << 16;
+  }
+};
+#endif
+
+// Depth element from its `depth` consecutive values.
+TXL_INLINE void pack_elem(float* e, const float* x) { *e = x[0]; }
+TXL_INLINE void pack_elem(double* e, const double* x) { *e = x[0]; }
+TXL_INLINE void pack_elem(uint32_t* e, const float* x) {
+  *e = round_bf16(x[0]).bits | static_cast<uint32_t>(round_bf16(x[1]).bits) << 16;
+}
+
+}  // namespace txl::TXL_LEVEL

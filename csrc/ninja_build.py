@@ -1,0 +1,265 @@
+"""Builds the C++ of this folder: finds what the machine offers, writes one build.ninja, runs it.
+
+Two libraries come out:
+    libtxl_cpu.so               the CPU kernels and their torch ops (LibTorch stable ABI, no Python)
+    _build_info.<abi tag>.so    what was built, and with what (pybind11, no torch)
+The second is left out, with a note, where Python's headers are missing: system Pythons often come without.
+
+Environment variables: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS,
+    TXL_BUILD_DIR   where objects are kept between builds (default: build)
+    TXL_SANITIZE    e.g. address,undefined: an instrumented build, its objects kept apart
+    TXL_BUILD_CUDA  auto, 0 or 1
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools.errors import CompileError, PlatformError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The oldest torch this build runs on. Every unit must see the same target (2.10 is 0x02 0x0a), or two units
+# of one library disagree about the stable ABI's types.
+TORCH_AT_LEAST = (2, 10)
+TORCH_TARGET_VERSION = f"0x{TORCH_AT_LEAST[0]:02x}{TORCH_AT_LEAST[1]:02x}000000000000"
+
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+COMMON_FLAGS += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+OPTIMISED_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG"]
+SANITIZED_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+
+DTYPES = ["f32", "f64", "bf16"]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+# GCC's AVX-512 headers read values they leave undefined (GCC bug 105593). Clang knows the first option only.
+AVX512_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
+# Vector levels above the baseline: name, flags, dtypes (only bf16 gains anything from avx512_bf16), and an
+# expression that only a compiler and an assembler that really know the level can build.
+X86_LEVELS = [
+    ("avx2", AVX2_FLAGS, DTYPES, "_mm256_fmadd_ps(__m256(), __m256(), __m256())"),
+    ("avx512", AVX512_FLAGS, DTYPES, "_mm512_fmadd_ps(__m512(), __m512(), __m512())"),
+    (
+        "avx512_bf16",
+        [*AVX512_FLAGS, "-mavx512bf16"],
+        ["bf16"],
+        "_mm512_dpbf16_ps(__m512(), __m512bh(), __m512bh())",
+    ),
+]
+
+
+# ---- What the machine offers ----
+
+
+def find_compiler() -> list[str]:
+    asked = os.environ.get("CXX")
+    for command in [shlex.split(asked)] if asked else [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
+    missing = f"CXX={asked!r} was not found." if asked else "No C++ compiler was found (g++, clang++, c++)."
+    raise PlatformError(
+        f"{missing} txl-kernels builds C++ sources. Install a compiler (Debian, Ubuntu: apt-get install g++; "
+        "Fedora: dnf install gcc-c++; conda: conda install -c conda-forge cxx-compiler), or set CXX."
+    )
+
+
+def find_ninja() -> str:
+    try:
+        import ninja
+
+        packaged = shutil.which("ninja", path=ninja.BIN_DIR)
+    except ImportError:
+        packaged = None
+    if found := packaged or shutil.which("ninja"):
+        return found
+    raise PlatformError("ninja was not found, and a build without isolation needs it: pip install ninja")
+
+
+def find_package(name: str) -> Path:
+    """Folder of an installed package. Not imported: torch takes seconds, and may lack a library it loads."""
+    spec = importlib.util.find_spec(name)
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    raise PlatformError(
+        f"{name} is not installed for {sys.executable}, and a build without isolation needs it. Either "
+        "pip install 'torch>=2.10,<2.14' ninja pybind11 'setuptools>=77', or drop --no-build-isolation."
+    )
+
+
+def find_torch() -> tuple[Path, str]:
+    folder, version = find_package("torch"), importlib.metadata.version("torch")
+    if tuple(int(part) for part in version.split(".")[:2]) < TORCH_AT_LEAST:
+        raise PlatformError(f"torch {version} is too old: the build needs torch>=2.10,<2.14.")
+    return folder, version
+
+
+def compiler_version(cxx: list[str]) -> str:
+    result = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=True)
+    return result.stdout.splitlines()[0]
+
+
+def find_levels(cxx: list[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """{level: (flags, dtypes)}: the baseline and what the compiler can build above it.
+
+    The CPU is not asked: the kernels choose at run time, perhaps on another machine.
+    """
+    levels: dict[str, tuple[list[str], list[str]]] = {"baseline": ([], DTYPES)}
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return levels
+    for name, flags, dtypes, expression in X86_LEVELS:
+        source = f"#include <immintrin.h>\nauto probe() {{ return {expression}; }}\n"
+        command = [*cxx, "-std=c++17", *flags, "-x", "c++", "-", "-c", "-o", os.devnull]
+        probe = subprocess.run(command, input=source, capture_output=True, text=True)
+        if probe.returncode == 0:
+            levels[name] = (flags, dtypes)
+        else:
+            print(f"txl-kernels: without level {name}, which the compiler cannot build:\n{probe.stderr}")
+    return levels
+
+
+def free_memory() -> int:
+    """Bytes a build may use: what is free, or less where a container limits it."""
+    limits = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def find_jobs() -> int:
+    if asked := os.environ.get("MAX_JOBS"):
+        return max(1, int(asked))
+    return max(1, min(len(os.sched_getaffinity(0)), int(free_memory() / 1.5e9)))
+
+
+def cuda_report() -> str:
+    asked = os.environ.get("TXL_BUILD_CUDA") or "auto"
+    if asked not in ("auto", "0", "1"):
+        raise PlatformError(f"TXL_BUILD_CUDA is {asked!r}; it must be auto, 0 or 1.")
+    if asked == "1":
+        raise PlatformError("TXL_BUILD_CUDA=1, but CUDA kernels are not part of this version: unset it.")
+    return "not part of this version"
+
+
+# ---- build.ninja ----
+
+
+class NinjaFile:
+    """Collects the statements of a build.ninja. Commands run in ROOT, so that messages name csrc/..."""
+
+    def __init__(self, build_dir: Path, cxx: list[str], flags: list[str], link_flags: list[str]):
+        self.build_dir, self.flags, self.link_flags = build_dir, flags, link_flags
+        self.text = f"""\
+builddir = {self.path(build_dir)}
+rule cxx
+  command = {self.command(cxx)} $flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $name
+rule link
+  command = {self.command(cxx)} -shared $in -o $out $flags
+  description = link $name
+"""
+
+    @staticmethod
+    def path(path: Path) -> str:
+        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    @staticmethod
+    def command(words: list[str]) -> str:
+        return shlex.join(words).replace("$", "$$")
+
+    def build(self, rule: str, out: str, inputs: list[Path], flags: list[str], name: str) -> Path:
+        path = self.build_dir / out
+        self.text += f"build {self.path(path)}: {rule} {' '.join(map(self.path, inputs))}\n"
+        self.text += f"  flags = {self.command(flags)}\n  name = {name}\n"
+        return path
+
+    def compile(self, source: str, flags: list[str], *variant: str) -> Path:
+        out, name = ".".join(["obj/" + source, *variant, "o"]), " ".join([source, *variant])
+        return self.build("cxx", out, [Path("csrc") / source], [*self.flags, *flags], name)
+
+    def link(self, out: str, objects: list[Path], flags: list[str]) -> Path:
+        return self.build("link", out, objects, [*self.link_flags, *flags], out)
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """ninja rebuilds what is newer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def build_native(verbose: bool) -> list[Path]:
+    """Brings the libraries up to date; where they were built."""
+    if sys.platform != "linux":
+        raise PlatformError(f"txl-kernels builds on Linux; this is {sys.platform}.")
+    cxx, ninja = find_compiler(), find_ninja()
+    (torch, torch_version), pybind11 = find_torch(), find_package("pybind11")
+    cuda, levels, jobs = cuda_report(), find_levels(cxx), find_jobs()
+
+    build_dir = Path(os.environ.get("TXL_BUILD_DIR") or "build") / "native"
+    flags, link_flags = list(COMMON_FLAGS), shlex.split(os.environ.get("LDFLAGS", ""))
+    if sanitize := os.environ.get("TXL_SANITIZE", ""):
+        build_dir = build_dir / sanitize.replace(",", "-")
+        flags += [*SANITIZED_FLAGS, f"-fsanitize={sanitize}"]
+        link_flags += [f"-fsanitize={sanitize}"]
+    else:
+        flags += OPTIMISED_FLAGS
+    flags += shlex.split(os.environ.get("CXXFLAGS", ""))
+
+    file = NinjaFile(build_dir, cxx, flags, link_flags)
+    kernels = []
+    for level, (level_flags, dtypes) in levels.items():
+        for dtype in dtypes:
+            defines = [f"-DTXL_LEVEL={level}", f"-DTXL_DTYPE={dtype}"]
+            kernels.append(file.compile("cpu/kernels.cpp", [*defines, *level_flags], level, dtype))
+    dispatch = file.compile("cpu/dispatch.cpp", [f"-DTXL_HAVE_{name.upper()}=1" for name in levels])
+    binding = file.compile("torch_binding_cpu.cpp", ["-isystem", str(torch / "include")])
+    # No run path: torch is imported before the library is loaded, so the loader has libtorch_cpu.so already.
+    torch_flags = [f"-L{torch / 'lib'}", "-ltorch_cpu"]
+    if not sanitize:  # whose symbols come from the executable
+        torch_flags += ["-Wl,--no-undefined"]  # a missing symbol fails here, not on the user's machine
+    libraries = [file.link("libtxl_cpu.so", [*kernels, dispatch, binding], torch_flags)]
+
+    facts = {
+        "COMPILER": compiler_version(cxx),
+        "FLAGS": shlex.join(flags),
+        "SANITIZE": sanitize,
+        "CPU_LEVELS": ",".join(levels),
+        "CUDA_KERNELS": cuda,
+        "TORCH_HEADERS": torch_version,
+        "TORCH_AT_LEAST": ".".join(map(str, TORCH_AT_LEAST)),
+        "PYTHON_HEADERS": platform.python_version(),
+    }
+    quoted = {name: value.replace("\\", "\\\\").replace('"', '\\"') for name, value in facts.items()}
+    generated = build_dir / "generated"
+    write_if_changed(
+        generated / "build_facts.h",
+        "".join(f'#define TXL_BUILD_{name} "{value}"\n' for name, value in quoted.items()),
+    )
+    python = Path(sysconfig.get_path("include"))
+    if (python / "Python.h").exists():
+        includes = [f"-I{generated}", "-isystem", str(pybind11 / "include"), "-isystem", str(python)]
+        info = file.compile("build_info.cpp", includes)
+        libraries.append(file.link(f"_build_info{sysconfig.get_config_var('EXT_SUFFIX')}", [info], []))
+    else:
+        print(f"txl-kernels: without the build report, no Python.h in {python} (Debian: python3-dev)")
+
+    write_if_changed(build_dir / "build.ninja", file.text)
+    summary = f"{facts['COMPILER']}; {jobs} jobs; levels {', '.join(levels)}; CUDA kernels {cuda}"
+    print(f"txl-kernels: {summary}", flush=True)
+    command = [ninja, "-f", str(build_dir / "build.ninja"), f"-j{jobs}", *(["-v"] if verbose else [])]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise CompileError(f"{shlex.join(command)} failed; the compiler's own message is above.")
+    return libraries

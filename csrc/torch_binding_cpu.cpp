@@ -1,0 +1,132 @@
+// The CPU kernels as torch ops, through LibTorch's stable ABI: one build serves every later torch.
+// Shapes and dtypes are checked in txl_kernels/api.py; here only what memory safety needs.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "cpu/cpu.h"
+
+namespace {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::headeronly::ScalarType;
+
+txl::DType dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return txl::DType::f32;
+    case ScalarType::Double:
+      return txl::DType::f64;
+    case ScalarType::BFloat16:
+      return txl::DType::bf16;
+    default:
+      STD_TORCH_CHECK(false, "the CPU kernels serve float32, float64 and bfloat16");
+  }
+}
+
+// [B, H, rows, D], or [H, rows, D] and [H, D] with the missing dimensions' strides 0.
+txl::View view(const Tensor& x, const char* name) {
+  const int64_t dims = x.dim();
+  STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
+  STD_TORCH_CHECK(x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1, name,
+                  " must have a contiguous last dimension");
+  txl::View v;
+  v.data = x.data_ptr();
+  if (dims == 4) v.batch = x.stride(0);
+  v.head = x.stride(dims == 4 ? 1 : 0);
+  if (dims >= 3) v.row = x.stride(dims - 2);
+  return v;
+}
+
+txl::View view(const OptionalTensor& x, const char* name) { return x ? view(*x, name) : txl::View{}; }
+
+txl::Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
+                     const OptionalTensor& dropout_seed, bool causal, int64_t window_left,
+                     int64_t window_right, int64_t r_zero, double scale, double dropout_p) {
+  txl::Problem p;
+  p.B = q.size(0), p.H = q.size(1), p.L = q.size(2), p.D = q.size(3);
+  p.K = k.size(2), p.N = r.size(1);
+  p.r_zero = r_zero;
+  p.window_left = window_left, p.window_right = window_right;
+  p.causal = causal;
+  p.scale = scale;
+  p.dropout_p = dropout_p;
+  p.dropout_seed =
+      dropout_p > 0 ? static_cast<uint64_t>(*static_cast<const int64_t*>(dropout_seed->data_ptr())) : 0;
+  p.key_range = key_range ? static_cast<const int32_t*>(key_range->data_ptr()) : nullptr;
+  return p;
+}
+
+// torch's own threads: a second OpenMP runtime beside it would fight for the cores.
+txl::Pool torch_pool() {
+  return {static_cast<int>(torch::stable::get_num_threads()),
+          [](int threads, void (*body)(void*, int), void* context) {
+            torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t i = begin; i < end; ++i) body(context, static_cast<int>(i));
+            });
+          }};
+}
+
+void cpu_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u, OptionalTensor bias_v,
+                 OptionalTensor key_range, OptionalTensor dropout_seed, bool causal, int64_t window_left,
+                 int64_t window_right, int64_t r_zero, double scale, double dropout_p, Tensor out,
+                 Tensor lse) {
+  const txl::Forward tensors{view(q, "q"),     view(k, "k"),           view(v, "v"),
+                             view(r, "r"),     view(bias_u, "bias_u"), view(bias_v, "bias_v"),
+                             view(out, "out"), lse.data_ptr()};
+  txl::cpu_forward(
+      dtype_of(q),
+      problem(q, k, r, key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p),
+      tensors, torch_pool());
+}
+
+void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
+                  OptionalTensor bias_v, OptionalTensor key_range, OptionalTensor dropout_seed, Tensor out,
+                  Tensor lse, bool causal, int64_t window_left, int64_t window_right, int64_t r_zero,
+                  double scale, double dropout_p, Tensor dq, Tensor dk, Tensor dv, Tensor dr,
+                  OptionalTensor du, OptionalTensor dv_bias) {
+  const txl::Backward tensors{
+      view(q, "q"),           view(k, "k"),     view(v, "v"),       view(r, "r"),   view(bias_u, "bias_u"),
+      view(bias_v, "bias_v"), view(out, "out"), view(dout, "dout"), lse.data_ptr(), view(dq, "dq"),
+      view(dk, "dk"),         view(dv, "dv"),   view(dr, "dr"),     view(du, "du"), view(dv_bias, "dv_bias")};
+  txl::cpu_backward(
+      dtype_of(q),
+      problem(q, k, r, key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p),
+      tensors, torch_pool());
+}
+
+std::string cpu_level() { return txl::cpu_level(); }
+std::string cpu_levels() { return txl::cpu_levels(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
+  m.def(
+      "cpu_forward(Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, Tensor? "
+      "key_range, Tensor? dropout_seed,"
+      " bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p,"
+      " Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.def(
+      "cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, "
+      "Tensor? key_range,"
+      " Tensor? dropout_seed, Tensor out, Tensor lse, bool causal, int window_left, int window_right, int "
+      "r_zero, float scale,"
+      " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
+      "Tensor(f!)? dv_bias) -> ()");
+  m.def("cpu_level() -> str");
+  m.def("cpu_levels() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CPU, m) {
+  m.impl("cpu_forward", TORCH_BOX(&cpu_forward));
+  m.impl("cpu_backward", TORCH_BOX(&cpu_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CompositeExplicitAutograd, m) {
+  m.impl("cpu_level", TORCH_BOX(&cpu_level));
+  m.impl("cpu_levels", TORCH_BOX(&cpu_levels));
+}
