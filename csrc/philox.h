@@ -45,12 +45,7 @@ struct DropoutMask {
   static constexpr int kGroup = 64;  // neighbouring keys that share their calls
   static constexpr int kLanes = 16;  // calls per group
 
-  static TXL_HD uint32_t counter(int64_t j) {
-    return static_cast<uint32_t>((j >> 6) * kLanes + (j & (kLanes - 1)));
-  }
-  static TXL_HD int word(int64_t j) { return static_cast<int>((j >> 4) & 3); }
-
-  static uint32_t threshold(double p) {
+  static TXL_HD uint32_t threshold(double p) {
     const double t = std::nearbyint(p * 4294967296.0);
     return t >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(t);
   }

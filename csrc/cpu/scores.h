@@ -29,24 +29,17 @@ TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
       &context);
 }
 
-// Philox words of 64 neighbouring keys of one query: word[w][x] decides key 64 * group + 16 * w + x.
+// Philox words of one query for the keys of one DropoutMask group, in key order.
 static inline void dropout_words(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t group,
-                                 uint32_t (&word)[4][16]) {
-  constexpr int W = kLanes<float>;
+                                 uint32_t (&word)[DropoutMask::kGroup]) {
   using V = Vec<uint32_t>;
-  typedef uint64_t Wide __attribute__((vector_size(2 * kVectorBytes)));
-  const auto mul = [](V x, uint32_t m, V& lo, V& hi) {
-    const Wide product = __builtin_convertvector(x, Wide) * static_cast<uint64_t>(m);
-    lo = __builtin_convertvector(product, V);
-    hi = __builtin_convertvector(product >> 32, V);
-  };
-  for (int x = 0; x < DropoutMask::kLanes; x += W) {
+  for (int x = 0; x < DropoutMask::kLanes; x += kLanes<uint32_t>) {
     V c[4] = {lane_index<uint32_t>() + static_cast<uint32_t>(group * DropoutMask::kLanes + x),
               splat(static_cast<uint32_t>(i)), splat(static_cast<uint32_t>(h)),
               splat(static_cast<uint32_t>(b))};
     Philox::rounds(c, static_cast<uint32_t>(p.dropout_seed), static_cast<uint32_t>(p.dropout_seed >> 32),
-                   mul);
-    for (int w = 0; w < 4; ++w) store(&word[w][x], c[w]);
+                   [](V v, uint32_t m, V& lo, V& hi) { multiply_wide(v, m, lo, hi); });
+    for (int w = 0; w < 4; ++w) store(word + w * DropoutMask::kLanes + x, c[w]);
   }
 }
 
@@ -54,12 +47,15 @@ static inline void dropout_words(const Problem& p, int64_t b, int64_t h, int64_t
 template <typename T>
 static void drop(const Problem& p, uint32_t threshold, int64_t b, int64_t h, int64_t i, int64_t key0,
                  int64_t lo, int64_t hi, T* x) {
-  uint32_t word[4][16];
+  uint32_t word[DropoutMask::kGroup];
   for (int64_t j = key0 + lo; j < key0 + hi;) {
-    const int64_t group = j / DropoutMask::kGroup, end = min((group + 1) * DropoutMask::kGroup, key0 + hi);
+    const int64_t group = j / DropoutMask::kGroup, first = group * DropoutMask::kGroup;
+    const int64_t count = min(first + DropoutMask::kGroup, key0 + hi) - j;
     dropout_words(p, b, h, i, group, word);
-    for (; j < end; ++j)
-      if (word[DropoutMask::word(j)][j & 15] < threshold) x[j - key0] = 0;
+    const uint32_t* w = word + (j - first);
+    T* y = x + (j - key0);
+    for (int64_t n = 0; n < count; ++n) y[n] = w[n] < threshold ? T{} : y[n];
+    j += count;
   }
 }
 

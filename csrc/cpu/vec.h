@@ -9,7 +9,7 @@
 #include "../philox.h"
 #include "../rel_attn.h"
 
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -173,6 +173,33 @@ TXL_INLINE V exp2(V x) {
   return x < E::lowest ? V{} : (x == x ? y : x);
 }
 #endif
+
+// The low and the high halves of the 64-bit products of every lane with m.
+TXL_INLINE void multiply_wide(Vec<uint32_t> x, uint32_t m, Vec<uint32_t>& lo, Vec<uint32_t>& hi) {
+#if defined(__SSE2__)
+  using Wide = Vec<uint64_t>;
+  const Wide w = bits<Wide>(x);  // two lanes each: the hardware multiplies the lower ones
+#if defined(__AVX512F__)
+  const Wide even = bits<Wide>(_mm512_mul_epu32(bits<__m512i>(w), _mm512_set1_epi32(static_cast<int>(m))));
+  const Wide odd =
+      bits<Wide>(_mm512_mul_epu32(bits<__m512i>(w >> 32), _mm512_set1_epi32(static_cast<int>(m))));
+#elif defined(__AVX2__)
+  const Wide even = bits<Wide>(_mm256_mul_epu32(bits<__m256i>(w), _mm256_set1_epi32(static_cast<int>(m))));
+  const Wide odd =
+      bits<Wide>(_mm256_mul_epu32(bits<__m256i>(w >> 32), _mm256_set1_epi32(static_cast<int>(m))));
+#else
+  const Wide even = bits<Wide>(_mm_mul_epu32(bits<__m128i>(w), _mm_set1_epi32(static_cast<int>(m))));
+  const Wide odd = bits<Wide>(_mm_mul_epu32(bits<__m128i>(w >> 32), _mm_set1_epi32(static_cast<int>(m))));
+#endif
+  lo = bits<Vec<uint32_t>>((even & 0xffffffffull) | odd << 32);
+  hi = bits<Vec<uint32_t>>(even >> 32 | (odd & 0xffffffff00000000ull));
+#else
+  typedef uint64_t Wide __attribute__((vector_size(2 * kVectorBytes)));
+  const Wide product = __builtin_convertvector(x, Wide) * static_cast<uint64_t>(m);
+  lo = __builtin_convertvector(product, Vec<uint32_t>);
+  hi = __builtin_convertvector(product >> 32, Vec<uint32_t>);
+#endif
+}
 
 // bfloat16 as stored.
 struct bf16 {
