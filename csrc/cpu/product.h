@@ -158,9 +158,10 @@ static void pack_rows(const S* const (&rows)[C::depth], int64_t D, int64_t colum
   for (int64_t d = 0; d < columns; d += W) {
     Vec<T> x[C::depth];
     for (int i = 0; i < C::depth; ++i) {
-      x[i] = !rows[i]     ? Vec<T>{}
-             : d + W <= D ? load_as_float(rows[i] + d)
-                          : load_some(rows[i] + d, static_cast<int>(D - d));
+      const int64_t n = rows[i] ? D - d : 0;
+      x[i] = n >= W  ? load_as_float(rows[i] + d)
+             : n > 0 ? load_some(rows[i] + d, static_cast<int>(n))
+                     : Vec<T>{};
       poison += x[i] - x[i];
     }
     if constexpr (C::depth == 1) {
