@@ -1,0 +1,13 @@
+"""Transformer-XL's relative attention with memory, as fused kernels for PyTorch."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from txl_kernels.api import backends, rel_attention
+from txl_kernels.registry import BackendUnavailable
+
+__all__ = ["BackendUnavailable", "__version__", "backends", "rel_attention"]
+
+try:
+    __version__ = version("txl-kernels")
+except PackageNotFoundError:  # imported from a source tree that was never installed
+    __version__ = "0+unknown"

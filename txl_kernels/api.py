@@ -1,0 +1,347 @@
+"""`rel_attention`: the contract. Validates, fills in defaults, chooses the backend."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from txl_kernels import ops, philox, reference, registry
+
+MAX_HEAD_DIM = 256
+
+_DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+_REFERENCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Offsets on the key axis are added to positions in 64 bits.
+_MAX_OFFSET = 2**62
+
+
+@overload
+def rel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None = None,
+    bias_v: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    r_zero: int | None = None,
+    key_range: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None = None,
+    bias_v: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    r_zero: int | None = None,
+    key_range: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None = None,
+    bias_v: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    r_zero: int | None = None,
+    key_range: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head attention to content and to relative position over a memory and the current segment.
+
+    The four-term score of Transformer-XL (Dai et al. 2019, section 3.3), computed without any L x K matrix
+    and without the relative shift of its Appendix B. For query i and key j:
+
+        p(i)      = i + (K - L)                             position of query i on the key axis
+        d(i, j)   = p(i) - j                                distance; 0 is the query's own position
+        row(i, j) = clamp(r_zero - d(i, j), 0, N - 1)       the row of r for that distance
+        A(i, j)   = scale * [ (q_i + u) . k_j  +  (q_i + v) . r_row(i, j) ]
+        out_i     = sum_j dropout(softmax_j A(i, j)) v_j    over the keys that i may see
+
+    The clamp is the paper's clamp_len: given clamp_len + 1 rows, every further distance uses row 0.
+
+    Which keys a query may see, with L = 2, K = 5 (three of memory), 1 for yes:
+
+        causal          causal,             not causal          not causal,         causal,
+                        window_size=(2, 0)                      window_size=(1, 1)  key_range=[[2, 5]]
+        1 1 1 1 0       0 1 1 1 0           1 1 1 1 1           0 0 1 1 1           0 0 1 1 0
+        1 1 1 1 1       0 0 1 1 1           1 1 1 1 1           0 0 0 1 1           0 0 1 1 1
+
+    and the distances d(i, j) there:
+
+        3 2 1 0 -1
+        4 3 2 1  0
+
+    A query that may see no key gives out = 0 and lse = -inf, and passes no gradient.
+
+    Gradients flow to q, k, v, r, bias_u and bias_v; they cannot be differentiated again. Under autocast the
+    tensors are cast to its dtype first, float64 excepted. B = 0, H = 0 or L = 0 give empty results.
+
+    Args:
+        q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on
+            the CPU; float32, bfloat16 or float16 on a GPU. Any strides; a last dimension that is not
+            contiguous costs a copy, of this tensor as of the others.
+        k, v: keys and values of memory followed by segment, [B, H, K, D] with K >= L.
+        r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1.
+        bias_u, bias_v: the paper's u (content bias) and v (position bias), [H, D]. None is zero.
+        causal: a query sees no key after its own position.
+        window_size: (left, right): how many keys before and after its own position a query may see; -1: all.
+        r_zero: the row of r that holds distance 0. None: N - 1 if causal, else N - L (so that
+            N = K + L - 1 rows stand for the distances K - 1 ... -(L - 1)).
+        key_range: per batch entry the keys start <= j < end that exist, int32 [B, 2]. Clamped into [0, K]; an
+            empty or reversed range holds no key.
+        scale: factor of the scores. None: D ** -0.5.
+        dropout_p: probability of dropping a softmax probability, 0 <= dropout_p < 1; the others grow by
+            1 / (1 - dropout_p).
+        dropout_seed: what decides, with (b, h, i, j), which are dropped: an int of 64 bits, or an int64
+            tensor of one element on q's device. None draws one from torch's default generator, which
+            torch.manual_seed governs.
+        return_lse: also return lse.
+        backend: "cpu", "triton", "cuda" or "reference". None takes the fastest for q's device.
+
+    Returns:
+        out [B, H, L, D], of q's dtype; with return_lse also lse [B, H, L]: the natural logarithm of the sum
+        of exp A(i, j), before dropout, float32 (float64 for float64 inputs), without gradient.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is asked for above.
+        BackendUnavailable: the named backend cannot run here or has no kernel for such tensors; no
+            other takes its place.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
+    for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
+        if optional is not None and not isinstance(optional, Tensor):
+            raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
+
+    device = q.device
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        q, k, v, r = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(r, dtype)
+        bias_u = None if bias_u is None else _cast(bias_u, dtype)
+        bias_v = None if bias_v is None else _cast(bias_v, dtype)
+
+    _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend)
+    window_left, window_right = _check_options(causal, window_size, r_zero, scale, dropout_p)
+    _check_seed(dropout_seed, device)
+
+    L, D, N = q.shape[2], q.shape[3], r.shape[1]
+    if r_zero is None:
+        r_zero = reference.default_r_zero(causal, N, L)
+    if scale is None:
+        scale = D**-0.5
+    seed = philox.seed_tensor(dropout_seed, device) if dropout_p > 0 else None
+
+    if backend == registry.REFERENCE:
+        return reference.reference(
+            q,
+            k,
+            v,
+            r,
+            bias_u,
+            bias_v,
+            causal=causal,
+            window_size=(window_left, window_right),
+            r_zero=r_zero,
+            key_range=key_range,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+            return_lse=return_lse,
+        )
+    out, lse = ops.rel_attention(
+        q,
+        k,
+        v,
+        r,
+        bias_u,
+        bias_v,
+        key_range,
+        seed,
+        causal,
+        window_left,
+        window_right,
+        r_zero,
+        float(scale),
+        float(dropout_p),
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def backends() -> dict[str, registry.BackendInfo]:
+    """Every backend by name: whether it can run here; if not, why and what to do; if so, details (the CPU's
+    vector level). Loads each one that can be loaded."""
+    return registry.report()
+
+
+# ---- Validation --------------------------------------------------------------------------------------------
+#
+# Shapes and dtypes only: looking at values would wait for a GPU, and could not be traced.
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    backend: str | None,
+) -> None:
+    if backend is not None and backend not in registry.NAMES:
+        raise ValueError(
+            f"backend: got {backend!r}, needs None or one of {', '.join(map(repr, registry.NAMES))}"
+        )
+
+    q_shape, k_shape, r_shape = q.shape, k.shape, r.shape
+    if len(q_shape) != 4:
+        raise ValueError(f"q: got shape {_shape(q)}, needs [B, H, L, D]")
+    B, H, L, D = q_shape
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(f"q: got D = {D} in shape {_shape(q)}, needs 1 <= D <= {MAX_HEAD_DIM}")
+    if len(k_shape) != 4 or k_shape[0] != B or k_shape[1] != H or k_shape[3] != D:
+        raise ValueError(f"k: got shape {_shape(k)}, needs [{B}, {H}, K, {D}] to go with q {_shape(q)}")
+    K = k_shape[2]
+    if K < L:
+        raise ValueError(
+            f"k: got K = {K} keys, needs at least L = {L}: those of the segment follow those of memory"
+        )
+    if v.shape != k_shape:
+        raise ValueError(f"v: got shape {_shape(v)}, needs k's, {_shape(k)}")
+    if len(r_shape) != 3 or r_shape[0] != H or r_shape[2] != D:
+        raise ValueError(f"r: got shape {_shape(r)}, needs [{H}, N, {D}] to go with q {_shape(q)}")
+    if r_shape[1] < 1:
+        raise ValueError(f"r: got N = 0 rows in shape {_shape(r)}, needs N >= 1")
+
+    dtype, device = q.dtype, q.device
+    allowed = (
+        _REFERENCE_DTYPES if backend == registry.REFERENCE else _DTYPES.get(device.type, _REFERENCE_DTYPES)
+    )
+    if dtype not in allowed:
+        raise TypeError(f"q: got {dtype} on {device}, needs one of {', '.join(map(str, allowed))}")
+    if k.dtype != dtype or v.dtype != dtype or r.dtype != dtype:
+        name, other = next((n, t) for n, t in (("k", k), ("v", v), ("r", r)) if t.dtype != dtype)
+        raise TypeError(f"{name}: got {other.dtype}, needs q's dtype, {dtype}")
+    if k.device != device or v.device != device or r.device != device:
+        name, other = next((n, t) for n, t in (("k", k), ("v", v), ("r", r)) if t.device != device)
+        raise ValueError(f"{name}: got a tensor on {other.device}, needs q's device, {device}")
+    if bias_u is not None:
+        _check_small("bias_u", bias_u, H, D, dtype, device, q)
+    if bias_v is not None:
+        _check_small("bias_v", bias_v, H, D, dtype, device, q)
+    if key_range is not None:
+        _check_small("key_range", key_range, B, 2, torch.int32, device, q)
+
+
+def _check_small(
+    name: str, x: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device, q: Tensor
+) -> None:
+    shape = x.shape
+    if len(shape) != 2 or shape[0] != rows or shape[1] != columns:
+        raise ValueError(f"{name}: got shape {_shape(x)}, needs [{rows}, {columns}] to go with q {_shape(q)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: got {x.dtype}, needs {dtype}")
+    if x.device != device:
+        raise ValueError(f"{name}: got a tensor on {x.device}, needs q's device, {device}")
+
+
+def _check_options(
+    causal: bool, window_size: tuple[int, int], r_zero: int | None, scale: float | None, dropout_p: float
+) -> tuple[int, int]:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: got {_kind(causal)}, needs True or False")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: got {window_size!r}, needs two ints, (left, right)")
+    left, right = window_size
+    if not isinstance(left, _INT) or not isinstance(right, _INT):
+        raise TypeError(f"window_size: got {window_size!r}, needs two ints, (left, right)")
+    if not (-1 <= left < _MAX_OFFSET and -1 <= right < _MAX_OFFSET):
+        raise ValueError(
+            f"window_size: got {window_size!r}, needs numbers from 0 to 2**62, or -1 for no limit"
+        )
+    if r_zero is not None:
+        if not isinstance(r_zero, _INT):
+            raise TypeError(f"r_zero: got {_kind(r_zero)}, needs an int or None")
+        if not -_MAX_OFFSET < r_zero < _MAX_OFFSET:
+            raise ValueError(f"r_zero: got {r_zero}, needs a number within +-2**62")
+    if scale is not None:
+        if not isinstance(scale, _NUMBER):
+            raise TypeError(f"scale: got {_kind(scale)}, needs a float or None")
+        if not -float("inf") < scale < float("inf"):
+            raise ValueError(f"scale: got {scale}, needs a finite number")
+    if not isinstance(dropout_p, _NUMBER):
+        raise TypeError(f"dropout_p: got {_kind(dropout_p)}, needs a float")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: got {dropout_p}, needs 0 <= dropout_p < 1")
+    return left, right
+
+
+def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            raise TypeError(f"dropout_seed: got {seed.dtype}, needs torch.int64")
+        if seed.numel() != 1:
+            raise ValueError(f"dropout_seed: got shape {_shape(seed)}, needs one element")
+        if seed.device != device:
+            raise ValueError(f"dropout_seed: got a tensor on {seed.device}, needs q's device, {device}")
+    elif not isinstance(seed, _INT):
+        raise TypeError(
+            f"dropout_seed: got {_kind(seed)}, needs an int, an int64 tensor of one element, or None"
+        )
+    elif not -(2**63) <= seed < 2**64:
+        raise ValueError(f"dropout_seed: got {seed}, needs a number of 64 bits")
+
+
+# Sizes and options are symbols while shapes are traced.
+_INT = (int, torch.SymInt)
+_NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def _kind(x: object) -> str:
+    return f"{x!r} of type {type(x).__name__}"
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

@@ -1,0 +1,164 @@
+"""Backend "cpu": allocates, makes last dimensions contiguous, and calls the kernels of csrc/cpu/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from txl_kernels.registry import dense_like
+
+NAME = "cpu"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+_LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
+_MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
+
+_loaded = False
+_reason: str | None = None
+
+
+def unavailable() -> str | None:
+    """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
+    global _loaded, _reason
+    if not _loaded:
+        _reason = _load()
+        _loaded = _reason is None
+    return _reason
+
+
+def _load() -> str | None:
+    if not _LIBRARY.exists():
+        return f"the library of C++ kernels, {_LIBRARY}, does not exist; {_MEND}"
+    try:
+        torch.ops.load_library(_LIBRARY)
+    except OSError as error:
+        # torch's error names the file, its cause holds the loader's own words.
+        words = error.__cause__ or error
+        return f"the library of C++ kernels does not load with torch {torch.__version__}: {words}; {_MEND}"
+    # Results are allocated here, so under FakeTensorMode there is nothing left to do.
+    torch.library.register_fake("txl_kernels::cpu_forward", lambda *_: None)
+    torch.library.register_fake("txl_kernels::cpu_backward", lambda *_: None)
+    return None
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+    if device.type != "cpu":
+        return f"it needs tensors on the CPU, q is on {device}"
+    if dtype not in DTYPES:
+        return f"it needs one of {', '.join(map(str, DTYPES))}, q is {dtype}"
+    return None
+
+
+def details() -> dict[str, str]:
+    """The vector level in use, and those that were built and run on this CPU."""
+    return {"level": torch.ops.txl_kernels.cpu_level(), "levels": torch.ops.txl_kernels.cpu_levels()}
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _compact(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, L, D], lse [B, H, L]."""
+    out = dense_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    if out.numel() != 0:
+        torch.ops.txl_kernels.cpu_forward.default(
+            _rows(q),
+            _rows(k),
+            _rows(v),
+            _rows(r),
+            _compact(bias_u),
+            _compact(bias_v),
+            _compact(key_range),
+            dropout_seed,
+            causal,
+            window_left,
+            window_right,
+            r_zero,
+            scale,
+            dropout_p,
+            out,
+            lse,
+        )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
+    du, dv_bias = (
+        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+        for bias in (bias_u, bias_v)
+    )
+    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
+        for gradient in (dk, dv, dr, du, dv_bias):
+            gradient.zero_()
+    else:
+        torch.ops.txl_kernels.cpu_backward.default(
+            _rows(dout),
+            _rows(q),
+            _rows(k),
+            _rows(v),
+            _rows(r),
+            _compact(bias_u),
+            _compact(bias_v),
+            _compact(key_range),
+            dropout_seed,
+            _rows(out),
+            lse.contiguous(),
+            causal,
+            window_left,
+            window_right,
+            r_zero,
+            scale,
+            dropout_p,
+            dq,
+            dk,
+            dv,
+            dr,
+            None if bias_u is None else du,
+            None if bias_v is None else dv_bias,
+        )
+    return dq, dk, dv, dr, du, dv_bias

@@ -1,0 +1,152 @@
+"""Which backends there are, whether they can run here, and which of them serves a call."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# The reference is plain PyTorch: no module of kernels, and nothing that could be missing.
+REFERENCE = "reference"
+_MODULES = {"cpu": "txl_kernels.cpu", "triton": "txl_kernels.triton", "cuda": "txl_kernels.cuda"}
+NAMES = (REFERENCE, *_MODULES)
+
+# By type of device, what backend=None tries, in this order.
+_PREFERENCE = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend cannot serve the call. The message says why, and what to do about it."""
+
+
+class Backend(Protocol):
+    """What the module of a backend holds. Arguments are those of the ops: validated and complete."""
+
+    NAME: str
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot run on this machine, and the mend; None if it can."""
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+
+    def details(self) -> dict[str, str]:
+        """For the report: what was built and what is in use."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        r: Tensor,
+        bias_u: Tensor | None,
+        bias_v: Tensor | None,
+        key_range: Tensor | None,
+        dropout_seed: Tensor | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        r_zero: int,
+        scale: float,
+        dropout_p: float,
+    ) -> tuple[Tensor, Tensor]:
+        """out, lse."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        r: Tensor,
+        bias_u: Tensor | None,
+        bias_v: Tensor | None,
+        key_range: Tensor | None,
+        dropout_seed: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        r_zero: int,
+        scale: float,
+        dropout_p: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dr, du, dv_bias; an absent bias has a gradient of no elements."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One line of the report that `txl_kernels.backends()` gives."""
+
+    name: str
+    available: bool
+    reason: str | None  # why not, and the mend
+    details: dict[str, str] = field(default_factory=dict)
+
+
+_loaded: dict[str, Backend] = {}
+
+
+def load(name: str) -> Backend:
+    """The module of a backend that can run on this machine."""
+    if name in _loaded:
+        return _loaded[name]
+    try:
+        backend: Backend = importlib.import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        if error.name != _MODULES[name]:
+            raise BackendUnavailable(f"backend {name!r} cannot be imported: {error}") from error
+        raise BackendUnavailable(f"backend {name!r} is not part of this version of txl-kernels") from None
+    except Exception as error:
+        raise BackendUnavailable(
+            f"backend {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    reason = backend.unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
+    _loaded[name] = backend
+    return backend
+
+
+def choose(name: str | None, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend to serve tensors of this device and dtype: `name`, or for None the preferred one."""
+    problems = []
+    for candidate in _PREFERENCE.get(device.type, ()) if name is None else (name,):
+        try:
+            backend = load(candidate)
+        except BackendUnavailable as error:
+            problems.append(str(error))
+            continue
+        problem = backend.unsupported(device, dtype)
+        if problem is None:
+            return backend
+        problems.append(f"backend {candidate!r} cannot serve these tensors: {problem}")
+    if not problems:
+        problems.append(f"no backend has kernels for tensors on {device}")
+    raise BackendUnavailable(
+        "; ".join(problems) + ". backend='reference' (plain PyTorch, slow) runs on anything."
+    )
+
+
+def report() -> dict[str, BackendInfo]:
+    """Every backend, available or not."""
+    infos = {REFERENCE: BackendInfo(REFERENCE, True, None)}
+    for name in _MODULES:
+        try:
+            infos[name] = BackendInfo(name, True, None, load(name).details())
+        except BackendUnavailable as error:
+            infos[name] = BackendInfo(name, False, str(error))
+    return infos
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor like x, in x's order of strides where that keeps the last dimension contiguous.
+
+    Kernels and fakes allocate by this one rule, or a compiled graph would meet strides it was not promised.
+    """
+    y = torch.empty_like(x)
+    return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
