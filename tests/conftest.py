@@ -1,0 +1,39 @@
+"""Shared set-up: poisoned memory, fixed seeds, threads put back, the list of backends in the header."""
+
+from __future__ import annotations
+
+import helpers
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "unpoisoned: leave torch.empty alone (poison would touch every page)")
+
+
+def pytest_report_header(config):
+    lines = [f"torch {torch.__version__}, {torch.get_num_threads()} threads"]
+    for backend in helpers.BACKENDS:
+        lines.append(f"backend {backend.name}: {helpers.why_not(backend.name) or 'available'}")
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request):
+    """Every tensor that torch allocates and does not fill, in Python or in C++, starts as NaN."""
+    with helpers.poison(request.node.get_closest_marker("unpoisoned") is None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """A test's numbers depend neither on the tests before it nor on the clock."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads():
+    """torch.set_num_threads, put back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,382 @@
+"""What the test files share: the backends, inputs, and how results are compared.
+
+Truth is the float64 reference. The yardstick for an error is the error that plain PyTorch makes with the same
+formula at the same dtype (`plain`), as in flash-attention's tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.deterministic
+
+from txl_kernels import BackendUnavailable, rel_attention
+from txl_kernels.reference import reference
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+f32, f64, bf16, f16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+TENSORS = ("q", "k", "v", "r", "bias_u", "bias_v")
+
+
+# ---- backends ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def marks(self):
+        return [pytest.mark.gpu] if self.device == "cuda" else []
+
+
+# A new backend joins every test by its row here.
+BACKENDS = (
+    Backend("reference", "cpu", (f32, f64, bf16)),
+    Backend("cpu", "cpu", (f32, f64, bf16)),
+    Backend("triton", "cuda", (f32, bf16, f16)),
+    Backend("cuda", "cuda", (f32, bf16, f16)),
+)
+
+
+@functools.cache
+def why_not(name: str) -> str | None:
+    """None if the backend can run here, else why it cannot."""
+    backend = next(b for b in BACKENDS if b.name == name)
+    if backend.device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        t = inputs(L=1, K=1, D=1, device=backend.device)
+        rel_attention(*(t[name] for name in TENSORS), backend=name)
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def available() -> list[Backend]:
+    return [b for b in BACKENDS if why_not(b.name) is None]
+
+
+def each_backend(dtype: torch.dtype | None = None):
+    """Parameters for `backend`: every available one (that has `dtype`)."""
+    return [
+        pytest.param(b, id=b.name, marks=b.marks) for b in available() if dtype is None or dtype in b.dtypes
+    ]
+
+
+def each_fused(dtype: torch.dtype | None = None):
+    """Parameters for `backend`: the available kernels, without the reference."""
+    return [p for p in each_backend(dtype) if p.id != "reference"]
+
+
+def each_dtype(exact: bool = False):
+    """Parameters for `backend, dtype`. The reference in float64 is the truth of most tests, so it is left out
+    unless the test knows the truth by other means (`exact`)."""
+    return [
+        pytest.param(b, dtype, id=f"{b.name}-{str(dtype).removeprefix('torch.')}", marks=b.marks)
+        for b in available()
+        for dtype in b.dtypes
+        if exact or (b.name, dtype) != ("reference", f64)
+    ]
+
+
+def cpu_levels() -> list[str]:
+    """Vector levels of the cpu backend that are built and that this CPU runs, best last."""
+    return torch.ops.txl_kernels.cpu_levels().split(",") if why_not("cpu") is None else []
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------
+
+
+def inputs(
+    B=1, H=2, L=5, K=9, D=8, N=None, *, causal=True, dtype=f32, device="cpu", bias=True, seed=0, scale=1.0
+) -> dict[str, torch.Tensor | None]:
+    """Random q [B, H, L, D], k, v [B, H, K, D], r [H, N, D], bias_u, bias_v [H, D] by name.
+
+    Drawn in float64 and rounded, so that every dtype sees the same numbers as nearly as it can.
+    """
+    if N is None:
+        N = K if causal else K + L - 1
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return (torch.randn(*shape, generator=generator, dtype=f64) * scale).to(device, dtype)
+
+    return {
+        "q": draw(B, H, L, D),
+        "k": draw(B, H, K, D),
+        "v": draw(B, H, K, D),
+        "r": draw(H, N, D),
+        "bias_u": draw(H, D) if bias else None,
+        "bias_v": draw(H, D) if bias else None,
+    }
+
+
+def randn_like(t: torch.Tensor, seed=1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(t.shape, generator=generator, dtype=f64).to(t.device, t.dtype)
+
+
+def key_range(*pairs, device="cpu") -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.int32, device=device)
+
+
+def distances(L: int, K: int) -> torch.Tensor:
+    """d(i, j) [L, K]."""
+    return torch.arange(L)[:, None] + (K - L) - torch.arange(K)[None, :]
+
+
+def allowed(B, L, K, *, causal=True, window_size=(-1, -1), key_range=None, **_) -> torch.Tensor:
+    """Which key j query i of batch entry b may see [B, 1, L, K]."""
+    d = distances(L, K)
+    seen = torch.ones(B, 1, L, K, dtype=torch.bool)
+    left, right = window_size
+    if causal:
+        seen &= d >= 0
+    if left >= 0:
+        seen &= d <= left
+    if right >= 0:
+        seen &= -d <= right
+    if key_range is not None:
+        start, end = key_range.cpu().long()[:, :, None, None, None].unbind(1)  # [B, 1, 1, 1]
+        j = torch.arange(K)
+        seen &= (start <= j) & (j < end)
+    return seen
+
+
+# ---- run, compare ------------------------------------------------------------------------------------------
+
+
+def run(attention, tensors: dict, dout: torch.Tensor | None = None, **options) -> dict[str, torch.Tensor]:
+    """out and lse of `attention` (a Backend, or a function such as `reference`), and for a `dout` the
+    gradient of every input as "dq", ..., "dbias_v"."""
+    if isinstance(attention, Backend):
+        attention = functools.partial(rel_attention, backend=attention.name)
+    leaves = {
+        n: None if t is None else t.detach().requires_grad_(dout is not None) for n, t in tensors.items()
+    }
+    out, lse = attention(*(leaves[n] for n in TENSORS), return_lse=True, **options)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if dout is not None:
+        out.backward(dout)
+        results.update({f"d{n}": t.grad for n, t in leaves.items() if t is not None})
+    return results
+
+
+def upcast(tensors: dict) -> dict:
+    return {n: None if t is None else t.detach().double().cpu() for n, t in tensors.items()}
+
+
+def on_cpu(options: dict) -> dict:
+    return {n: o.cpu() if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+
+
+def truth(tensors: dict, dout=None, **options) -> dict[str, torch.Tensor]:
+    """The float64 reference on the same (already rounded) numbers."""
+    return run(reference, upcast(tensors), None if dout is None else dout.double().cpu(), **on_cpu(options))
+
+
+def plain(tensors: dict, dout=None, **options) -> dict[str, torch.Tensor]:
+    """The same formula with every step in the dtype of the inputs: what plain PyTorch loses at that dtype."""
+    return run(functools.partial(reference, upcast=False), tensors, dout, **options)
+
+
+# Norm of the error over norm of the result. No formula at that dtype is worse unless terms cancel; then
+# plain PyTorch's own error is the yardstick.
+RELATIVE = {f64: 1e-13, f32: 5e-6, bf16: 1.5e-2, f16: 2e-3}
+# Units in the last place, of the largest value, below which a comparison with plain PyTorch means nothing. In
+# float64 plain PyTorch is the truth itself, and this is the whole bound.
+FLOOR = {f64: 1000, f32: 16, bf16: 1, f16: 1}
+
+
+def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few=False) -> None:
+    """At most twice the error of plain PyTorch at the same dtype, by the largest error and by the mean.
+
+    -inf must be where it should, NaN nowhere. With few numbers luck decides, and a search finds the worst:
+    `few` takes plain PyTorch's worst relative error of all gradients for each, and floors four times as high.
+    """
+    finite = exact["lse"][exact["lse"].isfinite()]
+    # exp turns the rounding of a score, and of the lse that backward rebuilds probabilities from, into a
+    # relative error: large scores cost every formula digits, though one that is lucky shows it less.
+    accumulated = torch.finfo(f64 if dtype == f64 else f32).eps
+    relative = 4 * accumulated * (finite.abs().max().item() if len(finite) else 0.0)
+
+    def error(results, name):
+        """Largest error, root mean square error and root mean square value, in units of the largest value."""
+        e = exact[name].masked_fill(exact[name].isinf(), 0.0)
+        size = e.abs().max().item()
+        if name == "lse":  # near zero, by its two terms cancelling
+            size = max(size, 4.0)
+        elif name != "out" and exact["dv"].numel() > 0:
+            # Gradients through the scores may cancel (one key, one row of r); dv does not: has their size.
+            size = max(size, exact["dv"].abs().max().item())
+        difference = results[name].double().cpu().masked_fill(exact[name].isinf(), 0.0) - e
+        scaled, values = difference.abs() / (size or 1.0), e / (size or 1.0)
+        return scaled.max().item(), scaled.square().mean().sqrt().item(), values.square().mean().sqrt().item()
+
+    names = [n for n in got if got[n].numel() > 0]
+    yardsticks = {n: error(plain, n)[:2] for n in names}
+    if few:
+        gradients = [yardsticks[n] for n in names if n.startswith("d")]
+        worst = tuple(map(max, zip(*gradients, strict=True)))
+        yardsticks.update({n: worst for n in names if n.startswith("d")})
+    for name in names:
+        g, e = got[name].double().cpu(), exact[name]
+        assert g.shape == e.shape, f"{name}: shape {tuple(g.shape)}, not {tuple(e.shape)}"
+        assert torch.equal(g.isinf() & (g == e), e.isinf()), f"{name}: infinities differ"
+        assert not g.isnan().any(), f"{name}: {g.isnan().sum()} of {g.numel()} are NaN"
+        largest, mean, norm = error(got, name)
+        plain_largest, plain_mean = yardsticks[name]
+        slack = 4 if few else 1
+        floor = slack * FLOOR[dtype] * torch.finfo(dtype).eps
+        assert largest <= 2 * plain_largest + floor + relative, (
+            f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
+        )
+        cancelled = floor if norm < 1e-6 else 4 * slack * accumulated
+        assert mean <= max((slack * RELATIVE[dtype] + relative) * norm + cancelled, 2 * plain_mean), (
+            f"{name}: mean error {mean:.3g} where values are {norm:.3g}, plain {dtype} makes {plain_mean:.3g}"
+        )
+
+
+def assert_untouched(got: torch.Tensor, clean: torch.Tensor, dtype: torch.dtype) -> None:
+    """What a NaN elsewhere must leave alone: the same bits. Except in bfloat16: products of pairs cannot keep
+    NaN apart, so a kernel may compute such inputs by another arithmetic, which rounds otherwise."""
+    if dtype != bf16:
+        assert torch.equal(got, clean)
+    elif clean.numel() > 0:
+        largest = clean.abs().masked_fill(clean.isinf(), 0.0).max().item()
+        torch.testing.assert_close(got, clean, rtol=0, atol=2 * torch.finfo(bf16).eps * largest)
+
+
+def check(backend: Backend, tensors: dict, backward=True, **options) -> dict[str, torch.Tensor]:
+    """Run the backend forward (and backward) and hold it to `assert_accurate`. Returns its results."""
+    dtype = tensors["q"].dtype
+    dout = randn_like(tensors["q"]) if backward else None
+    got = run(backend, tensors, dout, **options)
+    assert got["out"].dtype == dtype
+    assert got["lse"].dtype == (f64 if dtype == f64 else f32)
+    assert_accurate(got, truth(tensors, dout, **options), plain(tensors, dout, **options), dtype)
+    return got
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        # torch.equal calls NaN unequal to itself, as it should: results hold none.
+        assert torch.equal(a[name], b[name]), f"{name} differs"
+
+
+def assert_same(backend, a, b):
+    """The same bits from a kernel. PyTorch chooses its product routine by layout: the reference may round
+    otherwise."""
+    if backend.name != "reference":
+        assert_same_bits(a, b)
+        return
+    for name in a:
+        eps = torch.finfo(a[name].dtype).eps
+        torch.testing.assert_close(a[name], b[name], rtol=8 * eps, atol=64 * eps)
+
+
+@contextlib.contextmanager
+def poison(on: bool = True):
+    """Uninitialised tensors hold NaN (integers: their maximum). torch's deterministic mode fills them inside
+    the allocating operators, so allocations made by C++ are poisoned like those made by Python."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = on
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+# ---- in a process of its own -------------------------------------------------------------------------------
+
+
+def python(code: str, *, timeout=300, check=True, cwd=TESTS, **environment) -> subprocess.CompletedProcess:
+    """Run `code` in a fresh interpreter that can import these helpers; None in `environment` unsets."""
+    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
+    env = {n: v for n, v in env.items() if v is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, cwd=cwd, env=env
+    )
+    if check and done.returncode != 0:
+        pytest.fail(f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    return done
+
+
+# One call of every kind: sizes around tiles, masks, clamps, dropout, decode. What runs under sanitizers and
+# at each vector level.
+BROAD = [
+    (dict(B=1, H=1, L=1, K=1, D=1), {}),
+    (dict(B=2, H=2, L=3, K=7, D=41), {}),
+    (dict(B=1, H=2, L=113, K=203, D=64), {}),
+    (dict(B=1, H=1, L=239, K=239, D=33), dict(dropout_p=0.3, dropout_seed=7)),
+    (dict(B=2, H=1, L=128, K=217, D=31, N=50), {}),
+    (dict(B=1, H=1, L=65, K=300, D=16, N=20), dict(r_zero=7)),
+    (dict(B=1, H=2, L=70, K=140, D=100, causal=False), {}),
+    (
+        dict(B=1, H=1, L=70, K=140, D=3, causal=False),
+        dict(window_size=(9, 30), dropout_p=0.5, dropout_seed=-1),
+    ),
+    (dict(B=1, H=2, L=90, K=400, D=80), dict(window_size=(17, 0))),
+    (dict(B=3, H=1, L=40, K=150, D=64), dict(key_range=((100, 150), (149, 3), (-5, 120)))),
+    (dict(B=1, H=1, L=5, K=333, D=256), dict(scale=0.02)),
+    (dict(B=1, H=2, L=1, K=1023, D=64), {}),
+    (dict(B=2, H=1, L=4, K=517, D=255, N=100), dict(key_range=((3, 517), (400, 401)))),
+    (dict(B=1, H=1, L=40, K=64, D=17, bias=False), dict(r_zero=-9, causal=False)),
+    (dict(B=0, H=2, L=4, K=5, D=8), {}),
+]
+
+
+def check_broadly(name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> int:
+    """Every case of BROAD, contiguous and then as slices of larger tensors; returns how many ran."""
+    backend = next(b for b in BACKENDS if b.name == name)
+    count = 0
+    with poison():
+        for dtype in dtypes or backend.dtypes:
+            for sizes, options in BROAD:
+                sizes = {"causal": options.get("causal", True), **sizes}
+                options = {"causal": sizes["causal"], **options}
+                if "key_range" in options:
+                    options["key_range"] = key_range(*options["key_range"], device=backend.device)
+                tensors = inputs(**sizes, dtype=dtype, device=backend.device)
+                contiguous = check(backend, tensors, **options)
+                sliced = run(
+                    backend,
+                    {n: None if t is None else inside_larger(t) for n, t in tensors.items()},
+                    inside_larger(randn_like(tensors["q"])),
+                    **options,
+                )
+                assert_same_bits(contiguous, sliced)
+                count += 2
+    return count
+
+
+def inside_larger(t: torch.Tensor) -> torch.Tensor:
+    """The same values as a view into a larger tensor of NaN: every stride but the last is odd, and the first
+    element is not aligned. A kernel that takes a stride for a size reads NaN."""
+    larger = torch.full([n + 3 for n in t.shape], math.nan, dtype=t.dtype, device=t.device)
+    view = larger[tuple(slice(1, 1 + n) for n in t.shape)]
+    view.copy_(t)
+    return view

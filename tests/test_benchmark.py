@@ -1,0 +1,342 @@
+"""The benchmark at sizes where nothing takes time: it measures, checks, refuses and explains."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, why_not
+
+pytest.importorskip("tqdm", reason="the benchmarks need it: pip install -e '.[bench]'")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench_attn
+import measure
+import must_reach
+import rivals
+from measure import BACKWARD, DECODE, FORWARD, TRAIN, Problem
+from rivals import Way
+
+from txl_kernels.reference import visible_keys
+
+# Timed on every machine: the fused backend where it is built, else the reference in its place.
+OURS = "reference" if why_not("cpu") else "cpu"
+EAGER = [way.name for way in rivals.RIVALS if not way.compiled]
+TINY = ["--klen", "40", "--qlen", "12", "--heads", "2", "--d-head", "8", "--repeat", "2", "--no-memory"]
+
+
+@pytest.fixture(autouse=True)
+def small_yardsticks(monkeypatch):
+    monkeypatch.setattr(measure, "GEMM_SIZE", 32)
+    monkeypatch.setattr(measure, "SHORTEST_SAMPLE", 0.0)
+    monkeypatch.setattr(measure, "beyond_caches", lambda device: 2**16)
+
+
+def bench(capsys, *arguments: str, ways=EAGER, backends=(OURS,)) -> tuple[int, str]:
+    """Exit status and what was printed."""
+    status = bench_attn.main([*TINY, "--backends", *backends, "--rivals", *ways, *arguments])
+    return status, capsys.readouterr().out
+
+
+def line_of(out: str, name: str) -> str:
+    return next(line for line in out.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("clamp", [[], ["--clamp-len", "7"]], ids=["", "clamp"])
+@pytest.mark.parametrize("which", ["both", "backward", "decode"])
+def test_every_eager_way_is_right(capsys, which, clamp, dtype):
+    status, out = bench(capsys, "--pass", which, "--dtype", dtype, *clamp)
+    assert status == 0 and "WRONG" not in out, out
+    for name in EAGER:
+        assert "x faster" in line_of(out, name), out
+
+
+def test_square_and_batch(capsys):
+    status, out = bench(capsys, "--qlen", "40", "--batch", "2", "--d-head", "41")
+    assert status == 0 and "WRONG" not in out, out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_ways(capsys):
+    status, out = bench(capsys, ways=[way.name for way in rivals.RIVALS if way.compiled])
+    assert status == 0, out
+    forward, training = out.split("forward+backward:")
+    for name in ("shift-compiled", "flex-compiled"):
+        assert "x faster" in line_of(forward, name)
+    assert "x faster" in line_of(training, "shift-compiled")
+    assert "does not support backward on CPU" in line_of(training, "flex-compiled")
+
+
+def test_json(capsys, tmp_path):
+    path = tmp_path / "figures.json"
+    status, _ = bench(capsys, "--sweep", "20", "40", "--pass", "forward", "--json", str(path), ways=["shift"])
+    assert status == 0
+    content = json.loads(path.read_text())
+    assert {"cpu", "threads", "torch", "commit", "backends"} <= content["machine"].keys()
+    assert content["arguments"]["sweep"] == [20, 40]
+    assert [result["problem"]["klen"] for result in content["results"]] == [20, 40]
+    for result in content["results"]:
+        ours, shift = result["rows"]
+        assert (ours["way"], shift["way"]) == (OURS, "shift")
+        assert shift["speedup"] == pytest.approx(shift["seconds"] / ours["seconds"])
+        assert len(shift["samples"]) == 2 and shift["error"] < 1e-6
+        problem = Problem(**result["problem"])
+        assert shift["gflops"] * shift["seconds"] * 1e9 == pytest.approx(problem.flops(FORWARD))
+
+
+def test_plot(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    status, _ = bench(capsys, "--sweep", "20", "40", "--plot", str(path), ways=["shift"])
+    assert status == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def replace_shift(monkeypatch, attend, **options):
+    """Puts another function in the place of a rival."""
+    monkeypatch.setattr(bench_attn, "RIVALS", (Way("shift", lambda problem: (attend, []), **options),))
+
+
+def too_large(*inputs):
+    return rivals.shift(*inputs) * 1.001
+
+
+def too_far(q, k, v, r, u, w):
+    return rivals.shift(q, k, v, r.roll(1, 1), u, w)
+
+
+def not_a_number(*inputs):
+    return rivals.shift(*inputs) * float("nan")
+
+
+def wrong_gradient(q, k, v, r, u, w):
+    return rivals.shift(q * 2 - q.detach(), k, v, r, u, w)
+
+
+def no_gradient(q, k, v, r, u, w):
+    return rivals.shift(q, k, v, r.detach(), u, w)
+
+
+@pytest.mark.parametrize("attend", [too_large, too_far, not_a_number])
+@pytest.mark.parametrize("which", ["forward", "backward", "decode"])
+def test_wrong_rival(capsys, monkeypatch, which, attend):
+    replace_shift(monkeypatch, attend)
+    status, out = bench(capsys, "--pass", which, ways=["shift"])
+    assert status == 1
+    assert "WRONG: relative error" in line_of(out, "shift") and "faster" not in out
+
+
+def test_json_of_a_wrong_rival(capsys, monkeypatch, tmp_path):
+    replace_shift(monkeypatch, not_a_number)
+    path = tmp_path / "figures.json"
+    bench(capsys, "--json", str(path), ways=["shift"])
+    row = json.loads(path.read_text())["results"][0]["rows"][1]
+    assert row["wrong"] and row["error"] is None and row["speedup"] is None
+
+
+@pytest.mark.parametrize("attend", [wrong_gradient, no_gradient])
+def test_wrong_gradient(capsys, monkeypatch, attend):
+    replace_shift(monkeypatch, attend)
+    status, out = bench(capsys, "--pass", "both", ways=["shift"])
+    forward, training = out.split("forward+backward:")
+    assert status == 1
+    assert "faster" in line_of(forward, "shift") and "WRONG" in line_of(training, "shift")
+
+
+def test_no_speedup_of_a_wrong_result_of_ours(capsys, monkeypatch):
+    monkeypatch.setattr(
+        bench_attn, "ours", lambda name: Way(name, lambda problem: (too_large, []), ours=True)
+    )
+    status, out = bench(capsys, ways=["shift", "sdpa-bias"])
+    assert status == 1
+    assert "WRONG" in line_of(out, OURS) and "faster" not in out
+
+
+def test_row_of_what_does_not_fit(capsys, monkeypatch):
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1000)
+    _, out = bench(capsys, ways=["naive", "shift"], backends=["cpu"])
+    assert "does not fit: needs about" in line_of(out, "naive")
+    assert "does not fit" in line_of(out, "shift") and "does not fit" not in line_of(out, "cpu")
+
+
+def test_row_of_what_takes_too_long(capsys):
+    _, out = bench(capsys, "--budget", "1e-9", ways=["naive"])
+    assert "skipped: about" in line_of(out, "naive") and "--budget" in line_of(out, "naive")
+
+
+def test_row_of_what_is_not_supported(capsys, monkeypatch):
+    def attend(*inputs):
+        raise NotImplementedError("backend='x' raised:\nno such thing on this device\n  File ...")
+
+    replace_shift(monkeypatch, attend)
+    status, out = bench(capsys, ways=["shift"])
+    assert status == 0
+    assert line_of(out, "shift").endswith("NotImplementedError: no such thing on this device")
+
+
+def test_row_of_a_backend_that_is_missing(capsys):
+    reason = why_not("cuda")
+    if reason is None:
+        pytest.skip("it is not missing here")
+    _, out = bench(capsys, ways=[], backends=["cuda"])
+    assert "cuda" in line_of(out, "cuda *") and "GFLOP" not in line_of(out, "cuda *")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--qlen", "41"], "--qlen: got 41, needs at most klen, 40"),
+        (["--klen", "0"], "argument --klen: got 0, needs more than 0"),
+        (["--klen", "many"], "argument --klen: invalid int value: 'many'"),
+        (["--rivals", "shift", "magic"], "--rivals: got magic, needs names from naive, published, shift"),
+        (["--backends", "magic"], "--backends: got magic, needs names from reference, cpu"),
+        (["--backends", "--rivals"], "--backends, --rivals: got no name, needs at least one"),
+        (["--device", "tpu"], "--device: got tpu, needs cpu or cuda"),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: the folder does not exist"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        bench_attn.main([*TINY, *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit):
+        bench_attn.main([*TINY, "--device", "cuda"])
+    assert "sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [bench_attn.main, must_reach.main])
+def test_help(capsys, main):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "--repeat" in capsys.readouterr().out
+
+
+# ---- What the figures rest on --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clamp", [None, 0, 1, 6, 30])
+@pytest.mark.parametrize(("qlen", "klen"), [(1, 1), (1, 9), (5, 5), (4, 9), (9, 11)])
+def test_counted_pairs(qlen, klen, clamp):
+    problem = Problem(qlen, klen, batch=2, heads=3, d_head=5, clamp_len=clamp)
+    visible = visible_keys(qlen, klen)[0, 0]
+    distance = torch.arange(qlen)[:, None] + klen - qlen - torch.arange(klen)
+    near = visible & (distance < problem.rows)
+    pairs, near_pairs = 6 * int(visible.sum()), 6 * int(near.sum())
+    assert problem.visible_pairs() == pairs
+    assert problem.flops(FORWARD) == 10 * (2 * pairs + near_pairs)
+    assert problem.flops(TRAIN) == 10 * (7 * pairs + 4 * near_pairs)
+    assert problem.flops(BACKWARD) == problem.flops(TRAIN) - problem.flops(FORWARD)
+    assert problem.flops(FORWARD, position=False) == 10 * 2 * pairs
+
+
+def test_eleven_products_without_clamp():
+    problem = Problem(9, 20)
+    assert problem.flops(TRAIN) == 11 * 2 * problem.d_head * problem.visible_pairs()
+
+
+def test_interleaved_samples():
+    order = []
+    tasks = {name: measure.Task(lambda _, name=name: order.append(name)) for name in "ab"}
+    samples = measure.interleave(tasks, 3)
+    assert order == list("ab" * 4)  # one call each to find the length, then in turns
+    assert [len(taken) for taken in samples.values()] == [3, 3]
+
+
+def test_budget_ends_sampling(monkeypatch):
+    task = measure.Task(lambda _: None)
+    monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
+    assert len(measure.interleave({"": task}, 9, budget=2.5)[""]) == 3
+    assert len(measure.interleave({"": task}, 9, budget=5.5)[""]) == 6
+    assert len(measure.interleave({"": task}, 9, budget=0.5)[""]) == 1
+
+
+def test_decode_takes_the_sets_in_turn():
+    seen = []
+    problem = Problem(1, 8, heads=1, d_head=2)
+    sets = [problem.inputs(seed) for seed in range(3)]
+
+    def attend(*inputs):
+        seen.append(next(i for i, x in enumerate(sets) if x[1] is inputs[1]))
+        return inputs[0]
+
+    task = measure.attention_task(attend, problem, DECODE, sets)
+    assert task.fewest_calls == 3
+    task.seconds(4)
+    assert seen == [0, 1, 2, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_measured_memory():
+    """In a process of its own, through the command line: the shift forms scores, the fused kernel none."""
+    problem = Problem(950, 1900, heads=2, d_head=16)
+    (shift,) = (way for way in rivals.RIVALS if way.name == "shift")
+    taken = bench_attn.extra_memory(shift, problem, [FORWARD, TRAIN])
+    assert 2 * problem.square_bytes() < taken[FORWARD] < taken[TRAIN] < 12 * problem.square_bytes()
+    if OURS == "cpu":
+        taken = bench_attn.extra_memory(rivals.ours("cpu"), problem, [TRAIN])
+        assert taken[TRAIN] < problem.square_bytes()
+
+
+# ---- must_reach ----------------------------------------------------------------------------------
+
+
+def test_list_of_figures(capsys):
+    assert must_reach.main(["--list", "--rows", "forward", "decode"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("decode") for line in lines)
+    assert all(line.startswith(("forward", "decode")) for line in lines)
+
+
+def skipped(repeat):
+    raise must_reach.Skipped("no such instruction")
+
+
+def failed(repeat):
+    raise ArithmeticError("cpu is WRONG")
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "verdict", "status"),
+    [
+        (lambda repeat: 0.9, True, "pass", 0),
+        (lambda repeat: 0.7, True, "MISSED", 1),
+        (lambda repeat: 0.9, False, "MISSED", 1),
+        (skipped, True, "skipped no such instruction", 0),
+        (failed, True, "FAILED ArithmeticError: cpu is WRONG", 1),
+    ],
+)
+def test_verdicts(capsys, monkeypatch, tmp_path, value, at_least, verdict, status):
+    figure = must_reach.Figure("a figure", 0.8, "gemm rate", value, at_least)
+    monkeypatch.setattr(must_reach, "FIGURES", (figure,))
+    path = tmp_path / "figures.json"
+    assert must_reach.main(["--json", str(path)]) == status
+    assert capsys.readouterr().out.rstrip().endswith(verdict)
+    assert json.loads(path.read_text())["figures"][0]["name"] == "a figure"
+
+
+@pytest.mark.skipif(OURS != "cpu", reason="the CPU backend is not built")
+def test_measured_figures():
+    tiny = Problem(6, 20, heads=2, d_head=8)
+    assert must_reach.gemm_fraction(tiny, TRAIN)(2) > 0
+    assert must_reach.copy_fraction(Problem(1, 20, heads=2, d_head=8))(2) > 0
+    assert must_reach.time_ratio(Problem(6, 20, clamp_len=3), Problem(6, 20))(2) > 0
+
+
+def test_wrong_numbers_reach_nothing(monkeypatch):
+    wrong = Way("cpu", lambda problem: (too_large, []), ours=True)
+    monkeypatch.setattr(must_reach, "BACKEND", wrong)
+    with pytest.raises(ArithmeticError, match="WRONG"):
+        must_reach.gemm_fraction(Problem(6, 20, heads=2, d_head=8), FORWARD)(1)

@@ -1,0 +1,51 @@
+"""Every vector level that was built and that this CPU runs, forced by TXL_CPU_LEVEL, each in its process."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import cpu_levels, python, why_not
+
+
+@pytest.mark.parametrize("level", cpu_levels())
+def test_every_level(level):
+    done = python(
+        "import helpers, torch\n"
+        "helpers.why_not('cpu')\n"
+        "print(torch.ops.txl_kernels.cpu_level(), helpers.check_broadly('cpu'))",
+        TXL_CPU_LEVEL=level,
+    )
+    name, count = done.stdout.split()
+    assert name == level
+    assert int(count) > 80
+
+
+@pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
+def test_the_highest_level_is_chosen():
+    done = python(
+        "import helpers, torch\nhelpers.why_not('cpu')\nprint(torch.ops.txl_kernels.cpu_level())",
+        TXL_CPU_LEVEL=None,
+    )
+    assert done.stdout.split() == cpu_levels()[-1:]
+    assert cpu_levels()[0] == "baseline"
+
+
+@pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
+@pytest.mark.parametrize("level", ["avx1024", "AVX2"])
+def test_unknown_level_is_refused(level):
+    """A misspelt level does not silently measure another one."""
+    done = python(
+        "import torch\n"
+        "from txl_kernels import rel_attention\n"
+        "q = torch.ones(1, 1, 1, 1)\n"
+        "rel_attention(q, q, q, q[0])",
+        TXL_CPU_LEVEL=level,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "TXL_CPU_LEVEL" in done.stderr and level in done.stderr and "baseline" in done.stderr
+
+
+@pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
+def test_memory_of_the_c_library_is_not_taken_for_zero():
+    """Workspaces come from malloc, which torch's poison does not reach. glibc fills them with 0x7f: 3e38."""
+    python("import helpers\nassert helpers.check_broadly('cpu') > 80", MALLOC_PERTURB_="128")

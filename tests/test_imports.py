@@ -1,0 +1,169 @@
+"""What is optional may be missing; what is missing is said, with the original error."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import python, why_not
+
+import txl_kernels
+
+PACKAGE = Path(txl_kernels.__file__).parent
+
+CALL = """
+import torch
+from txl_kernels import rel_attention
+q = torch.ones(1, 1, 2, 4)
+"""
+
+
+def test_the_cpu_kernels_are_built():
+    """All other tests take the backends that they find; this one fails where the kernels are missing."""
+    assert why_not("cpu") is None
+
+
+OPTIONAL = ("triton", "matplotlib", "tqdm", "numpy", "transformers", "pybind11", "ninja", "hypothesis")
+
+
+@pytest.mark.parametrize("names", [OPTIONAL, ("txl_kernels._build_info",)], ids=["others", "own"])
+def test_without_optional_parts(names):
+    """A module that is None in sys.modules raises ImportError when it is imported."""
+    done = python(
+        f"import sys\nsys.modules.update(dict.fromkeys({names!r}))\n{CALL}"
+        "print(rel_attention(q, q, q, q[0]).shape)\n"
+        "assert set(__import__('txl_kernels').backends()) >= {'reference', 'cpu'}\n"
+        "import txl_kernels.__main__\n"
+        "sys.argv = ['txl_kernels']\n"
+        "txl_kernels.__main__.main()\n"
+    )
+    assert "[1, 1, 2, 4]" in done.stdout
+    assert ("missing" in done.stdout) == ("txl_kernels._build_info" in names)
+
+
+def test_import_is_light():
+    """Nothing optional, and nothing of torch's compiler, which takes as long to import as torch itself."""
+    done = python(
+        "import torch, sys\n"
+        "before = set(sys.modules)\n"
+        "import txl_kernels\n"
+        "print(*(set(sys.modules) - before))\n"
+    )
+    heavy = {"triton", "matplotlib", "tqdm", "transformers", "txl_model", "sympy", "torch._dynamo"}
+    assert heavy.isdisjoint(done.stdout.split())
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The package without its libraries; returns (its folder, what to put on PYTHONPATH)."""
+    target = tmp_path / "txl_kernels"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return target
+
+
+REPORT = """
+import txl_kernels
+from txl_kernels import BackendUnavailable, backends
+for backend in ("cpu", None):
+    try:
+        rel_attention(q, q, q, q[0], backend=backend)
+    except BackendUnavailable as error:
+        print("ERROR", backend, error)
+print("REFERENCE", rel_attention(q, q, q, q[0], backend="reference").shape)
+print("AVAILABLE", backends()["cpu"].available, backends()["reference"].available)
+print("REASON", backends()["cpu"].reason)
+print("FROM", txl_kernels.__file__)
+"""
+
+
+def complain(folder: Path) -> dict[str, str]:
+    """What the package in `folder` says when the cpu backend is asked for."""
+    # -c puts the current folder first on the path, before any installed copy.
+    done = python(
+        CALL.replace("import torch", f"import sys; sys.path.insert(0, {str(folder.parent)!r})\nimport torch")
+        + REPORT
+    )
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if not line.startswith("ERROR"))
+    assert Path(said["FROM"]).parent == folder
+    errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR")]
+    assert [line.split()[1] for line in errors] == ["cpu", "None"], done.stdout  # never a silent fallback
+    assert said["AVAILABLE"] == "False True"
+    assert "[1, 1, 2, 4]" in said["REFERENCE"]
+    return {**said, "ERRORS": "\n".join(errors)}
+
+
+def test_library_that_was_not_built(copy):
+    said = complain(copy)
+    for text in (said["ERRORS"], said["REASON"]):
+        assert "libtxl_cpu.so" in text and "does not exist" in text
+        assert "pip install" in text
+
+
+def test_library_that_does_not_load(copy):
+    """The loader's own words are in the message."""
+    (copy / "libtxl_cpu.so").write_bytes(b"\x7fELF no more than this")
+    said = complain(copy)
+    for text in (said["ERRORS"], said["REASON"]):
+        assert "libtxl_cpu.so" in text and "file too short" in text
+        assert "pip install" in text
+
+
+def test_library_of_another_torch(copy):
+    """An undefined symbol, the field's commonest complaint, is named."""
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source = copy.parent / "other.cpp"
+    source.write_text("extern int symbol_of_another_torch();\nint x = symbol_of_another_torch();\n")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", copy / "libtxl_cpu.so"], check=True)
+    said = complain(copy)
+    for text in (said["ERRORS"], said["REASON"]):
+        assert "undefined symbol" in text and "symbol_of_another_torch" in text
+
+
+def test_backend_of_no_version():
+    """A backend that this version does not have, or whose device is absent, says so by its name."""
+    for name in ("triton", "cuda"):
+        reason = why_not(name)
+        if reason in (None, "no CUDA device"):
+            continue
+        assert name in reason
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_named_backend_never_falls_back(name):
+    import torch
+
+    q = torch.ones(1, 1, 2, 4)
+    with pytest.raises(txl_kernels.BackendUnavailable, match=name):
+        txl_kernels.rel_attention(q, q, q, q[0], backend=name)
+
+
+def test_report_on_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "txl_kernels"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    import torch
+
+    for text in ("cpu", "reference", "triton", "cuda", torch.__version__, txl_kernels.__version__):
+        assert text in done.stdout, f"{text} is missing in\n{done.stdout}"
+    assert torch.ops.txl_kernels.cpu_level() in done.stdout
+
+
+def test_report_without_libraries(copy):
+    done = subprocess.run(
+        [sys.executable, "-m", "txl_kernels"], capture_output=True, text=True, timeout=120, cwd=copy.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert "does not exist" in done.stdout and "reference" in done.stdout
+
+
+def test_backends_reports_every_name():
+    report = txl_kernels.backends()
+    assert list(report) == ["reference", "cpu", "triton", "cuda"]
+    for name, info in report.items():
+        assert info.name == name
+        assert (info.reason is None) == info.available
+    assert report["reference"].available

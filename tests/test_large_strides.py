@@ -1,0 +1,122 @@
+"""Addresses have 64 bits: strides and offsets past 2^31 elements, on storage of which only the pages
+where rows lie are ever touched. Poison would touch them all, so it is off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same_bits, bf16, each_fused, f32, inputs, key_range, randn_like, run
+
+pytestmark = pytest.mark.unpoisoned
+
+MORE_THAN_31_BITS = 2**31 + 2**12
+
+
+def available_memory() -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def spread(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values with one dimension's rows so far apart that its last one lies more than 2^31 elements
+    from its first. Memory that was never written to takes no room."""
+    storage = torch.empty(MORE_THAN_31_BITS + t.numel(), dtype=t.dtype, device=t.device)
+    stride = MORE_THAN_31_BITS // (t.shape[dim] - 1)
+    strides, step = [0] * t.dim(), 1
+    for other in reversed([d for d in range(t.dim()) if d != dim]):
+        strides[other] = step
+        step *= t.shape[other]
+    assert stride >= step
+    strides[dim] = stride
+    view = storage.as_strided(t.shape, strides)
+    view.copy_(t)
+    assert sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) >= 2**31
+    return view
+
+
+SIZES = dict(B=2, H=2, L=40, K=90, D=24)
+DECODE = dict(B=2, H=2, L=2, K=300, D=24)
+PLACES = [
+    *((name, dim) for name in ("q", "k", "v", "dout") for dim in (0, 1, 2)),
+    ("r", 0),
+    ("r", 1),
+    ("bias_u", 0),
+    ("bias_v", 0),
+]
+
+
+@pytest.mark.parametrize("name, dim", PLACES)
+@pytest.mark.parametrize("sizes", [SIZES, DECODE], ids=["tiles", "decode"])
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("backend", each_fused())
+def test_one_dimension_spread_out(backend, dtype, sizes, name, dim):
+    tensors = inputs(**sizes, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    expected = run(backend, tensors, dout)
+    if name == "dout":
+        got = run(backend, tensors, spread(dout, dim))
+    else:
+        got = run(backend, dict(tensors, **{name: spread(tensors[name], dim)}), dout)
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("backend", each_fused())
+def test_offset_into_a_large_storage(backend, dtype):
+    tensors = inputs(**SIZES, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    expected = run(backend, tensors, dout)
+
+    def far(t):
+        storage = torch.empty(MORE_THAN_31_BITS + t.numel(), dtype=t.dtype, device=t.device)
+        view = storage[MORE_THAN_31_BITS:].view(t.shape)
+        view.copy_(t)
+        return view
+
+    assert_same_bits(run(backend, {n: far(t) for n, t in tensors.items()}, far(dout)), expected)
+
+
+@pytest.mark.parametrize("L", [1, 20])
+@pytest.mark.parametrize("backend", each_fused())
+def test_more_than_31_bits_of_keys_in_one_tensor(backend, L):
+    """A memory of 2^31 elements of which the key range lets one stretch, at its far end, be seen."""
+    D = 256
+    K = MORE_THAN_31_BITS // D
+    near = inputs(B=1, H=1, L=L, K=100, D=D, N=70, dtype=bf16, device=backend.device)
+    far = dict(near)
+    for name in ("k", "v"):
+        storage = torch.empty(1, 1, K, D, dtype=bf16, device=backend.device)
+        storage[:, :, K - 100 :] = near[name]
+        far[name] = storage
+    expected = run(backend, near)
+    got = run(backend, far, key_range=key_range((K - 100, K), device=backend.device))
+    eps = torch.finfo(bf16).eps
+    torch.testing.assert_close(got["out"], expected["out"], rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(got["lse"], expected["lse"], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", each_fused())
+def test_more_than_31_bits_of_results(backend):
+    """out, dq, dk, dv of 2^31 elements each: the inputs are expanded, the results are not."""
+    if backend.device == "cpu" and available_memory() < 20 * 2**30:
+        pytest.skip("needs 20 GB of free memory")
+    B, H, D = 2**21 + 8, 4, 256
+    assert B * H * D > 2**31
+    small = inputs(B=2, H=1, L=1, K=1, D=D, N=1, dtype=bf16, device=backend.device)
+
+    def expand(t):
+        return t[:1].expand(B, H, *t.shape[2:])
+
+    tensors = {n: expand(t) if n in "qkv" else t.expand(H, *t.shape[1:]) for n, t in small.items()}
+    out = run(backend, tensors)["out"]
+    assert torch.equal(out[-3:], tensors["v"][-3:])  # one key: its value
+    assert torch.equal(out[0], tensors["v"][0])
+    del out
+    v = tensors["v"].detach().requires_grad_()
+    from txl_kernels import rel_attention
+
+    result = rel_attention(**dict(tensors, v=v), backend=backend.name)
+    (dv,) = torch.autograd.grad(result, v, tensors["q"])
+    assert torch.equal(dv[-3:], tensors["q"][-3:])  # the probability is one: dv = dout
+    assert torch.equal(dv[0], tensors["q"][0])

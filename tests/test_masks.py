@@ -1,0 +1,269 @@
+"""Which keys a query sees: causal, windows, both directions. What it does not see cannot reach it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import (
+    allowed,
+    assert_same_bits,
+    assert_untouched,
+    check,
+    distances,
+    each_dtype,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+)
+
+WINDOWS = [
+    (dict(L=5, K=9), dict(window_size=(0, 0))),
+    (dict(L=113, K=203), dict(window_size=(1, 0))),
+    (dict(L=113, K=203), dict(window_size=(63, -1))),
+    (dict(L=113, K=203), dict(window_size=(64, 5))),
+    (dict(L=128, K=217), dict(window_size=(150, 0))),
+    (dict(L=64, K=900), dict(window_size=(70, 0))),  # most key tiles seen by nobody
+    (dict(L=200, K=200), dict(window_size=(3, 0))),
+    (dict(L=239, K=239), dict(window_size=(20, 20), causal=False)),
+    (dict(L=150, K=400), dict(window_size=(-1, 7), causal=False)),
+    (dict(L=150, K=400), dict(window_size=(7, -1), causal=False)),
+    (dict(L=150, K=400), dict(window_size=(0, 130), causal=False)),
+    (dict(L=65, K=65), dict(window_size=(0, 0), causal=False)),
+    (dict(L=2, K=700), dict(window_size=(300, 0))),
+    (dict(L=1, K=700), dict(window_size=(12, 3), causal=False)),
+    (dict(L=113, K=203), dict(window_size=(10**9, 10**9), causal=False)),
+]
+
+
+@pytest.mark.parametrize("sizes, options", WINDOWS, ids=str)
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_windows(backend, dtype, sizes, options):
+    causal = options.get("causal", True)
+    tensors = inputs(B=1, H=2, D=40, **sizes, causal=causal, dtype=dtype, device=backend.device)
+    check(backend, tensors, **options)
+
+
+@pytest.mark.parametrize("D", [1, 41, 64])
+@pytest.mark.parametrize("L, K", [(1, 1), (7, 7), (70, 71), (65, 193), (130, 130)])
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_both_directions(backend, dtype, L, K, D):
+    tensors = inputs(B=2, H=1, L=L, K=K, D=D, causal=False, dtype=dtype, device=backend.device)
+    check(backend, tensors, causal=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_window_that_hides_nothing(backend, dtype, causal):
+    L, K = 70, 150
+    tensors = inputs(B=1, H=2, L=L, K=K, D=16, causal=causal, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    unlimited = run(backend, tensors, dout, causal=causal)
+    for window in [(K - 1, L - 1), (-1, L - 1), (K - 1, -1), (2**62 - 1, 2**62 - 1)]:
+        assert_same_bits(run(backend, tensors, dout, causal=causal, window_size=window), unlimited)
+
+
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_causal_is_a_window_to_the_right_of_zero(backend, dtype):
+    tensors = inputs(B=1, H=2, L=70, K=150, D=16, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    r_zero = tensors["r"].shape[1] - 1
+    window = run(backend, tensors, dout, causal=False, window_size=(-1, 0), r_zero=r_zero)
+    assert_same_bits(window, run(backend, tensors, dout, causal=True, window_size=(-1, 5)))
+
+
+MASKS = {
+    "causal": {},
+    "window": dict(window_size=(20, 0)),
+    "both-windows": dict(window_size=(20, 30), causal=False),
+    "key-range": dict(causal=False, key_range=((40, 110),)),
+    "short-window": dict(window_size=(5, 0)),
+}
+
+
+def masked(name, device):
+    options = dict(MASKS[name])
+    if "key_range" in options:
+        options["key_range"] = key_range(*options["key_range"], device=device)
+    return options
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("L", [3, 70])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_nan_in_a_key_reaches_the_rows_that_see_it_alone(backend, dtype, L, where, mask):
+    """All other rows keep their bits."""
+    K, D = 150, 24
+    options = masked(mask, backend.device)
+    causal = options.get("causal", True)
+    tensors = inputs(B=1, H=2, L=L, K=K, D=D, causal=causal, dtype=dtype, device=backend.device)
+    clean = run(backend, tensors, **options)
+    seen = allowed(1, L, K, **options)[0, 0]  # [L, K]
+    for j in (0, 17, 50, 63, 64, 100, 127, 128, 147, 149):
+        spoilt = dict(tensors, **{where: tensors[where].clone()})
+        spoilt[where][0, 1, j] = math.nan
+        got = run(backend, spoilt, **options)
+        hit = seen[:, j]
+        assert_untouched(got["out"][0, 0], clean["out"][0, 0], dtype)  # the other head
+        assert got["out"][0, 1, hit].isnan().all()
+        assert_untouched(got["out"][0, 1, ~hit], clean["out"][0, 1, ~hit], dtype)
+        if where == "k":
+            assert got["lse"][0, 1, hit].isnan().all()
+            assert_untouched(got["lse"][0, 1, ~hit], clean["lse"][0, 1, ~hit], dtype)
+        else:
+            assert_untouched(got["lse"], clean["lse"], dtype)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("L", [3, 70])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_infinite_value_reaches_the_rows_that_see_it_alone(backend, dtype, L, value):
+    tensors = inputs(B=1, H=1, L=L, K=150, D=24, dtype=dtype, device=backend.device)
+    clean = run(backend, tensors)
+    seen = allowed(1, L, 150)[0, 0]
+    for j in (0, 100, 148):
+        spoilt = dict(tensors, v=tensors["v"].clone())
+        spoilt["v"][0, 0, j, 5] = value
+        got = run(backend, spoilt)["out"][0, 0]
+        hit = seen[:, j]
+        assert not got[hit][:, 5].isfinite().any()
+        assert_untouched(got[~hit], clean["out"][0, 0][~hit], dtype)
+        others = [x for x in range(24) if x != 5]
+        assert_untouched(got[:, others], clean["out"][0, 0][:, others], dtype)
+
+
+@pytest.mark.parametrize("L", [3, 70])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_infinite_key_reaches_the_rows_that_see_it_alone(backend, dtype, L):
+    """A score of +inf spoils its row: softmax is inf - inf."""
+    tensors = inputs(B=1, H=1, L=L, K=150, D=24, dtype=dtype, device=backend.device)
+    tensors["q"][..., 3] = 1.0  # so that the score has the sign of the key's third element
+    tensors["bias_u"][:, 3] = 0.0
+    clean = run(backend, tensors)
+    seen = allowed(1, L, 150)[0, 0]
+    for j in (0, 100, 148):
+        for value in (math.inf, -math.inf):
+            spoilt = dict(tensors, k=tensors["k"].clone())
+            spoilt["k"][0, 0, j, 3] = value
+            got = run(backend, spoilt)
+            hit = seen[:, j]
+            assert_untouched(got["out"][0, 0, ~hit], clean["out"][0, 0, ~hit], dtype)
+            assert_untouched(got["lse"][0, 0, ~hit], clean["lse"][0, 0, ~hit], dtype)
+            if value > 0:
+                assert got["out"][0, 0, hit].isnan().all()
+                assert not got["lse"][0, 0, hit].isfinite().any()
+
+
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_nan_in_a_query_stays_in_its_row(backend, dtype):
+    for L in (4, 70):
+        tensors = inputs(B=2, H=2, L=L, K=150, D=24, dtype=dtype, device=backend.device)
+        clean = run(backend, tensors)
+        for i in {0, 1, L // 2, L - 1}:
+            spoilt = dict(tensors, q=tensors["q"].clone())
+            spoilt["q"][1, 0, i, 7] = math.nan
+            got = run(backend, spoilt)
+            for name in ("out", "lse"):
+                assert got[name][1, 0, i].isnan().all()
+                got[name][1, 0, i] = clean[name][1, 0, i]
+                assert_untouched(got[name], clean[name], dtype)
+
+
+@pytest.mark.parametrize("N", [150, 40, 1])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_nan_in_r_reaches_the_rows_that_use_it_alone(backend, dtype, mask, N):
+    L, K = 70, 150
+    options = masked(mask, backend.device)
+    r_zero = N - 1 if options.get("causal", True) else N // 2
+    tensors = inputs(B=1, H=2, L=L, K=K, D=24, N=N, dtype=dtype, device=backend.device)
+    clean = run(backend, tensors, r_zero=r_zero, **options)
+    rows = (r_zero - distances(L, K)).clamp(0, N - 1)  # [L, K]
+    seen = allowed(1, L, K, **options)[0, 0]
+    for row in {0, N // 3, N // 2, max(0, N - 6), N - 1}:
+        spoilt = dict(tensors, r=tensors["r"].clone())
+        spoilt["r"][1, row, 2] = math.nan
+        got = run(backend, spoilt, r_zero=r_zero, **options)
+        hit = ((rows == row) & seen).any(-1)
+        assert_untouched(got["out"][0, 0], clean["out"][0, 0], dtype)
+        assert got["out"][0, 1, hit].isnan().all()
+        assert_untouched(got["out"][0, 1, ~hit], clean["out"][0, 1, ~hit], dtype)
+
+
+@pytest.mark.parametrize("name", ["bias_u", "bias_v"])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_nan_in_a_bias_stays_in_its_head(backend, dtype, name):
+    tensors = inputs(B=2, H=3, L=30, K=70, D=24, dtype=dtype, device=backend.device)
+    ranges = key_range((0, 70), (50, 70), device=backend.device)  # the first rows of entry 1 see nothing
+    clean = run(backend, tensors, key_range=ranges)
+    tensors[name] = tensors[name].clone()
+    tensors[name][1, 3] = math.nan
+    got = run(backend, tensors, key_range=ranges)
+    seen = allowed(2, 30, 70, key_range=ranges).any(-1)[:, 0]  # [B, L]
+    assert got["out"][:, 1][seen].isnan().all()
+    assert (got["out"][:, 1][~seen] == 0).all()
+    for head in (0, 2):
+        assert_untouched(got["out"][:, head], clean["out"][:, head], dtype)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_keys_nobody_sees(backend, dtype, mask):
+    """NaN in keys that no query sees changes no bit of any result or gradient; their own gradient is zero."""
+    L, K = 40, 150
+    options = masked(mask, backend.device)
+    causal = options.get("causal", True)
+    tensors = inputs(B=1, H=2, L=L, K=K, D=24, causal=causal, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    clean = run(backend, tensors, dout, **options)
+    unseen = ~allowed(1, L, K, **options)[0, 0].any(0)  # [K]
+    assert unseen.any() == (mask != "causal")
+    spoilt = dict(tensors, k=tensors["k"].clone(), v=tensors["v"].clone())
+    spoilt["k"][:, :, unseen] = math.nan
+    spoilt["v"][:, :, unseen] = math.inf
+    got = run(backend, spoilt, dout, **options)
+    for name in got:
+        assert_untouched(got[name], clean[name], dtype)
+    assert (got["dk"][:, :, unseen] == 0).all() and (got["dv"][:, :, unseen] == 0).all()
+    rows = torch.arange(tensors["r"].shape[1])
+    r_zero = len(rows) - 1 if causal else len(rows) - L
+    used = (r_zero - distances(L, K)).clamp(0, len(rows) - 1)[allowed(1, L, K, **options)[0, 0]].unique()
+    unused = torch.ones(len(rows), dtype=torch.bool).index_fill(0, used, False)
+    assert (got["dr"][:, unused] == 0).all()
+    assert (got["dr"][:, ~unused] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(window_size=(12, 0)), dict(causal=False, window_size=(3, 9))], ids=str
+)
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_rows_that_see_nothing(backend, dtype, options):
+    """out = 0, lse = -inf, no gradient: through the window and the key range together."""
+    causal = options.get("causal", True)
+    L, K = 90, 130
+    ranges = key_range((70, 130), (20, 60), (129, 130), (0, 3), device=backend.device)
+    tensors = inputs(B=4, H=2, L=L, K=K, D=33, causal=causal, dtype=dtype, device=backend.device)
+    got = check(backend, tensors, key_range=ranges, **options)
+    empty = ~allowed(4, L, K, key_range=ranges, **options).any(-1).expand(4, 2, L)
+    assert 0 < empty.sum() < empty.numel()
+    assert (got["out"][empty] == 0).all()
+    assert (got["lse"][empty] == -math.inf).all()
+    assert (got["dq"][empty] == 0).all()
+
+
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_dout_of_rows_that_see_nothing_is_not_read(backend, dtype):
+    """A loss that masks such rows may leave anything in their gradient."""
+    L, K = 40, 70
+    ranges = key_range((50, 70), device=backend.device)
+    tensors = inputs(B=1, H=2, L=L, K=K, D=24, dtype=dtype, device=backend.device)
+    empty = ~allowed(1, L, K, key_range=ranges).any(-1)[0, 0]
+    dout = randn_like(tensors["q"])
+    clean = run(backend, tensors, dout, key_range=ranges)
+    dout[:, :, empty] = math.nan
+    got = run(backend, tensors, dout, key_range=ranges)
+    for name in got:
+        assert_untouched(got[name], clean[name], dtype)

@@ -1,0 +1,392 @@
+"""The torch op: schema, fakes, autograd; torch.compile, torch.export, autocast, functorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import (
+    TENSORS,
+    assert_same_bits,
+    bf16,
+    each_fused,
+    f32,
+    f64,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from txl_kernels import rel_attention
+
+OPTIONS = {
+    "plain": (dict(B=2, L=5, K=9), {}),
+    "memory-free": (dict(L=6, K=6), {}),
+    "no-bias": (dict(bias=False), {}),
+    "one-bias": ({}, {}),
+    "clamp": (dict(N=4), {}),
+    "both-directions": (dict(causal=False), dict(causal=False, window_size=(4, 2))),
+    "key-range": (dict(B=2), dict(key_range=((2, 9), (5, 3)))),
+    "dropout": ({}, dict(dropout_p=0.4, dropout_seed=3)),
+    "transposed": (dict(B=2, H=3), {}),
+    "float64": (dict(dtype=f64), {}),
+    "bfloat16": (dict(dtype=bf16), {}),
+}
+
+
+def transposed(t):
+    """[B, L, H, D] in memory."""
+    return t.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def case(name, backend):
+    """(tensors, options) of a call; skips a dtype that the backend lacks."""
+    sizes, options = OPTIONS[name]
+    if sizes.get("dtype", f32) not in backend.dtypes:
+        pytest.skip(f"{backend.name} has no {sizes['dtype']}")
+    tensors = inputs(**sizes, device=backend.device)
+    if name == "one-bias":
+        tensors["bias_u"] = None
+    if name == "transposed":
+        tensors = {n: t.mT.contiguous().mT if t.dim() == 2 else transposed(t) for n, t in tensors.items()}
+    if "key_range" in options:
+        options = dict(options, key_range=key_range(*options["key_range"], device=backend.device))
+    return tensors, options
+
+
+def op_arguments(tensors, options, backend):
+    """What api.rel_attention passes to torch.ops.txl_kernels.rel_attention."""
+    L, D, N = tensors["q"].shape[2], tensors["q"].shape[3], tensors["r"].shape[1]
+    causal = options.get("causal", True)
+    left, right = options.get("window_size", (-1, -1))
+    p = options.get("dropout_p", 0.0)
+    seed = torch.tensor([options["dropout_seed"]], device=backend.device) if p else None
+    return (
+        *(tensors[n] for n in TENSORS),
+        options.get("key_range"),
+        seed,
+        causal,
+        left,
+        right,
+        N - 1 if causal else N - L,
+        D**-0.5,
+        p,
+        backend.name,
+    )
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", each_fused())
+def test_op_is_what_the_api_calls(backend, name):
+    tensors, options = case(name, backend)
+    out, lse = torch.ops.txl_kernels.rel_attention(*op_arguments(tensors, options, backend))
+    got = run(backend, tensors, **options)
+    assert torch.equal(out, got["out"]) and torch.equal(lse, got["lse"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", each_fused())
+def test_opcheck(backend, name):
+    tensors, options = case(name, backend)
+    tensors = {n: None if t is None else t.requires_grad_() for n, t in tensors.items()}
+    results = torch.library.opcheck(
+        torch.ops.txl_kernels.rel_attention.default, op_arguments(tensors, options, backend)
+    )
+    assert set(results.values()) == {"SUCCESS"}
+    assert set(results) == {
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "no-bias", "one-bias", "key-range", "dropout", "transposed"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_opcheck_backward(backend, name):
+    tensors, options = case(name, backend)
+    arguments = op_arguments(tensors, options, backend)
+    results = run(backend, tensors, **options)
+    arguments = (
+        randn_like(tensors["q"]),
+        *arguments[:8],
+        results["out"],
+        results["lse"],
+        *arguments[8:],
+    )
+    checked = torch.library.opcheck(
+        torch.ops.txl_kernels.rel_attention_backward.default,
+        arguments,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_fake_tensors(backend, grad, name):
+    """Shapes, strides and dtypes without data, forward and backward."""
+    tensors, options = case(name, backend)
+    real = run(backend, tensors, randn_like(tensors["q"]) if grad else None, **options)
+    with FakeTensorMode() as mode:
+
+        def fake(t):
+            return mode.from_tensor(t) if isinstance(t, torch.Tensor) else t
+
+        faked = {n: fake(t) for n, t in tensors.items()}
+        options = {n: fake(o) for n, o in options.items()}
+        got = run(backend, faked, torch.empty_like(faked["q"]) if grad else None, **options)
+    assert got.keys() == real.keys()
+    for result in real:
+        assert got[result].shape == real[result].shape, result
+        assert got[result].stride() == real[result].stride(), result
+        assert got[result].dtype == real[result].dtype, result
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def compiled_run(attention, backend, tensors, dout, options):
+    leaves = {n: None if t is None else t.clone().requires_grad_() for n, t in tensors.items()}
+    out, lse = attention(*leaves.values(), **options, return_lse=True, backend=backend.name)
+    out.backward(dout)
+    gradients = {f"d{n}": t.grad for n, t in leaves.items() if t is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", each_fused())
+def test_compile_without_graph_breaks(backend, name):
+    tensors, options = case(name, backend)
+    dout = randn_like(tensors["q"])
+    compiled = torch.compile(rel_attention, fullgraph=True, backend="aot_eager")
+    assert_same_bits(
+        compiled_run(compiled, backend, tensors, dout, options), run(backend, tensors, dout, **options)
+    )
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_compile_with_inductor(backend):
+    """Around the op there is something to fuse: a projection before, a sum after."""
+
+    def layer(x, weight, r, bias_u, bias_v):
+        q, k, v = (x @ weight).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = rel_attention(q[:, :, 4:], k, v, r, bias_u, bias_v, backend=backend.name)
+        return (out.transpose(1, 2).flatten(2) * 1.5).relu().sum(-1)
+
+    tensors = inputs(L=5, K=9, device=backend.device)
+    x = randn_like(torch.empty(2, 9, 16, device=backend.device))
+    weight = randn_like(torch.empty(16, 48, device=backend.device), seed=2)
+    arguments = [x, weight, tensors["r"], tensors["bias_u"], tensors["bias_v"]]
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True)):
+        leaves = [a.clone().requires_grad_() for a in arguments]
+        out = function(*leaves)
+        out.sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_dynamic_shapes_compile_once(backend, grad):
+    """One graph serves every batch size, length, memory and number of rows."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def attention(*tensors, window):
+        return rel_attention(*tensors, window_size=(window, 0), return_lse=True, backend=backend.name)
+
+    # Sizes that are equal in the first call would be taken for one size.
+    graphs = []
+    for B, L, K, N, window in [(3, 5, 12, 10, 4), (4, 7, 13, 6, 5), (5, 4, 40, 40, 17), (2, 33, 33, 33, 9)]:
+        tensors = inputs(B=B, L=L, K=K, N=N, device=backend.device)
+        expected = run(backend, tensors, window_size=(window, 0))
+        arguments = [t.clone().requires_grad_(grad) for t in tensors.values()]
+        with torch.set_grad_enabled(grad):
+            out, lse = attention(*arguments, window=window)
+        assert torch.equal(out, expected["out"]) and torch.equal(lse, expected["lse"])
+        assert out.requires_grad == grad
+        graphs.append(counter.frame_count)
+    assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_compiled_dropout_follows_manual_seed(backend):
+    """The seed is drawn inside the graph, without leaving it: other entries in each call, the same after
+    manual_seed. Gradients belong to the call's own mask."""
+    tensors = inputs(L=20, K=30, D=20, device=backend.device)
+    dout = randn_like(tensors["q"])
+    compiled = torch.compile(rel_attention, fullgraph=True, backend="aot_eager")
+
+    def call():
+        return compiled_run(compiled, backend, tensors, dout, dict(dropout_p=0.5))
+
+    torch.manual_seed(3)
+    first, second = call(), call()
+    torch.manual_seed(3)
+    assert_same_bits(call(), first)
+    assert not torch.equal(first["out"], second["out"])
+    torch.manual_seed(3)
+    assert_same_bits(run(backend, tensors, dout, dropout_p=0.5), first)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_compiled_call_refuses_bad_input(backend):
+    q = torch.ones(1, 1, 3, 4, device=backend.device)
+    compiled = torch.compile(rel_attention, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"k: got K = 2 keys, needs at least L = 3"):
+        compiled(q, q[:, :, :2], q[:, :, :2], q[0], backend=backend.name)
+
+
+# ---- torch.export ------------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v, r, bias_u, bias_v):
+        return rel_attention(q, k, v, r, bias_u, bias_v, **self.options)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_export(backend, grad, strict, tmp_path):
+    """One node in the graph, symbolic batch, length and memory; saved, loaded and run at other sizes."""
+    tensors = inputs(B=2, L=5, K=9, N=6, device=backend.device)
+    batch, length, keys, rows = (torch.export.Dim(n, min=2, max=4096) for n in ("B", "L", "K", "N"))
+    shapes = ({0: batch, 2: length}, {0: batch, 2: keys}, {0: batch, 2: keys}, {1: rows}, None, None)
+    with torch.set_grad_enabled(grad):
+        exported = torch.export.export(
+            Attention(backend=backend.name), tuple(tensors.values()), dynamic_shapes=shapes, strict=strict
+        )
+    nodes = [n.target for n in exported.graph.nodes if n.op == "call_function" and "txl" in str(n.target)]
+    assert nodes == [torch.ops.txl_kernels.rel_attention.default]
+    torch.export.save(exported, tmp_path / "attention.pt2")
+    loaded = torch.export.load(tmp_path / "attention.pt2").module()
+    for sizes in (dict(B=2, L=5, K=9, N=6), dict(B=3, L=20, K=77, N=40)):
+        tensors = inputs(**sizes, device=backend.device)
+        assert torch.equal(loaded(*tensors.values()), run(backend, tensors)["out"])
+
+
+# ---- autocast ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", each_fused(bf16))
+def test_autocast(backend):
+    """Inputs are cast, outputs are in the autocast dtype, gradients come back in the dtype of the leaves."""
+    tensors = inputs(B=2, L=20, K=33, D=16, device=backend.device)
+    dout = randn_like(tensors["q"]).to(bf16)
+    leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+    with torch.autocast(backend.device, dtype=bf16):
+        out, lse = rel_attention(**leaves, return_lse=True, backend=backend.name)
+    assert out.dtype == bf16 and lse.dtype == f32
+    out.backward(dout)
+    expected = run(backend, {n: t.to(bf16) for n, t in tensors.items()}, dout)
+    assert torch.equal(out, expected["out"]) and torch.equal(lse, expected["lse"])
+    for name, leaf in leaves.items():
+        assert leaf.grad.dtype == f32
+        assert torch.equal(leaf.grad, expected[f"d{name}"].float())
+
+
+@pytest.mark.parametrize("backend", each_fused(bf16))
+def test_autocast_of_mixed_dtypes(backend):
+    """As in a model: q, k, v from an autocast Linear are bfloat16, r and the biases are still float32."""
+    tensors = inputs(B=1, L=10, K=16, D=16, device=backend.device)
+    mixed = {n: t.to(bf16) if n in ("q", "k", "v") else t for n, t in tensors.items()}
+    with torch.autocast(backend.device, dtype=bf16):
+        out = rel_attention(**mixed, backend=backend.name)
+    assert torch.equal(out, run(backend, {n: t.to(bf16) for n, t in tensors.items()})["out"])
+    with pytest.raises(TypeError, match=r"r: got torch\.float32"):
+        rel_attention(**mixed, backend=backend.name)
+
+
+@pytest.mark.parametrize("backend", each_fused(f64))
+def test_autocast_leaves_float64_alone(backend):
+    tensors = inputs(L=10, K=16, dtype=f64, device=backend.device)
+    with torch.autocast(backend.device, dtype=bf16):
+        out = rel_attention(**tensors, backend=backend.name)
+    assert torch.equal(out, run(backend, tensors)["out"])
+
+
+@pytest.mark.parametrize("backend", each_fused(bf16))
+def test_compiled_autocast(backend):
+    tensors = inputs(L=10, K=16, device=backend.device)
+    compiled = torch.compile(rel_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast(backend.device, dtype=bf16):
+        assert torch.equal(
+            compiled(**tensors, backend=backend.name), rel_attention(**tensors, backend=backend.name)
+        )
+
+
+# ---- the rest of autograd ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("backend", each_fused())
+def test_forward_mode_is_refused(backend, requires_grad):
+    """No formula for tangents: an error, not a derivative of zero."""
+    tensors = inputs(L=4, K=6, device=backend.device)
+    q = tensors["q"].requires_grad_(requires_grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            rel_attention(**{**tensors, "q": dual}, backend=backend.name)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_saved_for_backward(backend):
+    """q, k, v, r, both biases, out and lse, and nothing larger."""
+    tensors = inputs(B=1, H=2, L=40, K=90, D=8, device=backend.device)
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    leaves = {n: t.requires_grad_() for n, t in tensors.items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out, lse = rel_attention(**leaves, return_lse=True, backend=backend.name)
+    expected = [t.data_ptr() for t in (*leaves.values(), out, lse)]
+    assert sorted(t.data_ptr() for t in saved) == sorted(expected)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_unused_output_passes_no_gradient(backend):
+    tensors = inputs(L=4, K=6, device=backend.device)
+    q = tensors["q"].requires_grad_()
+    out, lse = rel_attention(**tensors, return_lse=True, backend=backend.name)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+    (q * 2 + out * 0).sum().backward()
+    assert torch.equal(q.grad, torch.full_like(q, 2.0))
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_inputs_changed_after_forward_are_noticed(backend):
+    """Backward recomputes from the inputs: changing one in between is an error, as for torch's own ops."""
+    for name in TENSORS:
+        tensors = {n: t.clone() for n, t in inputs(L=4, K=6, device=backend.device).items()}
+        weight = torch.ones((), device=backend.device, requires_grad=True)
+        out = rel_attention(
+            **{n: t * weight for n, t in tensors.items() if n != name}, **{name: tensors[name]}
+        )
+        tensors[name].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

@@ -1,0 +1,83 @@
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, cpu_levels, python
+
+import txl_kernels
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory):
+    """(folder that holds the instrumented package, the sanitizer's library)."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++: another compiler keeps its sanitizer's library elsewhere")
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("g++ has no libasan.so")
+    folder = tmp_path_factory.mktemp("sanitized")
+    package = os.path.dirname(txl_kernels.__file__)
+    shutil.copytree(package, folder / "txl_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "CXX": compiler, "TXL_SANITIZE": "address,undefined"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder, runtime
+
+
+def sanitized(instrumented, code, check=True, **environment):
+    folder, runtime = instrumented
+    return python(
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\n" + code,
+        timeout=3000,
+        check=check,
+        LD_PRELOAD=runtime,
+        # Python frees nothing at exit, and torch's allocations are not ours to judge.
+        ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:abort_on_error=0",
+        UBSAN_OPTIONS="halt_on_error=1:print_stacktrace=1",
+        **environment,
+    )
+
+
+@pytest.mark.parametrize("level", cpu_levels())
+def test_every_kind_of_call(instrumented, level):
+    done = sanitized(
+        instrumented,
+        "import helpers\nprint(helpers.check_broadly('cpu'))",
+        TXL_CPU_LEVEL=level,
+        OMP_NUM_THREADS="2",
+    )
+    assert int(done.stdout.split()[-1]) > 80
+    assert "runtime error" not in done.stderr, done.stderr
+    assert "AddressSanitizer" not in done.stderr, done.stderr
+
+
+def test_the_sanitizer_watches(instrumented):
+    """A lse tensor too short, past every check in Python: without this the test above proves nothing."""
+    done = sanitized(
+        instrumented,
+        "import torch, txl_kernels.cpu as cpu\n"
+        "assert cpu.unavailable() is None\n"
+        "q = torch.ones(1, 1, 64, 8)\n"
+        "lse = torch.empty(1, 1, 60)\n"
+        "masks = (None, None, None, None, True, -1, -1)\n"
+        "torch.ops.txl_kernels.cpu_forward(q, q, q, q[0], *masks, 63, 1.0, 0.0, torch.empty_like(q), lse)\n",
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
