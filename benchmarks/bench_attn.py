@@ -1,0 +1,573 @@
+"""Relative attention by every way there is: time, share of the machine's own rate, memory, what ours gains.
+
+    python benchmarks/bench_attn.py --klen 3800
+
+Each way is checked against the float64 reference before it is timed; a wrong one is named so and gets no
+speed-up. A way that cannot run is a row that says why. Columns are explained in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from measure import BACKWARD, DECODE, DTYPES, FORWARD, TRAIN, Problem, Task
+from rivals import RIVALS, Attend, Way, ours
+from torch import Tensor
+from tqdm import tqdm
+
+from txl_kernels import backends, rel_attention
+
+PASSES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, TRAIN), "decode": (DECODE,)}
+
+# Largest relative error (norm of the difference over norm of the truth, per head) that is rounding and no
+# mistake: a shift that is off by one has an error near 1.
+ERROR_BOUND = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 5e-2, "float16": 5e-3}
+# Of more visible pairs than this, some heads are checked instead of all: float64 on a CPU takes its time.
+CHECKED_PAIRS = 60_000_000
+CHECKED_ROWS = 256  # queries at a time, so that the check itself needs little memory
+
+
+@dataclass
+class Row:
+    """One way on one problem and pass. `reason` says why there are no figures."""
+
+    way: str
+    ours: bool
+    reason: str | None = None
+    error: float | None = None
+    wrong: bool = False
+    seconds: float | None = None  # median
+    samples: list[float] | None = None
+    gflops: float | None = None
+    gemm_fraction: float | None = None
+    gbytes: float | None = None  # per second; decode only
+    copy_fraction: float | None = None
+    extra_bytes: int | None = None
+    speedup: float | None = None  # of ours over this way
+
+
+@dataclass
+class Result:
+    """All rows of one problem and pass, and the machine's own rate in the same rounds."""
+
+    problem: Problem
+    which: str
+    rate: float  # FLOP/s of the product 2048^3; for decode, bytes/s of a copy
+    checked_heads: list[int]
+    rows: list[Row]
+
+
+# ---- Is it right ---------------------------------------------------------------------------------
+
+
+class Truth:
+    """The float64 reference's numbers for one problem and pass; of a large problem, for some heads."""
+
+    def __init__(
+        self, problem: Problem, which: str, inputs: tuple[Tensor, ...], heads: list[int] | None = None
+    ):
+        self.problem, self.which, self.inputs = problem, which, inputs
+        self.heads = heads or _affordable_heads(problem)
+        self._known: dict[bool, list[list[Tensor]]] = {}
+
+    def error(self, got: Iterable[Tensor | None], position: bool = True) -> float:
+        """The largest relative error over results (the output, or six gradients) and checked heads."""
+        worst = 0.0
+        for head, expected in zip(self.heads, self._expected(position), strict=True):
+            for result, truth in zip(got, expected, strict=True):
+                if result is None:  # no gradient; of a way without position term nobody expects all six
+                    worst = math.inf if position else worst
+                    continue
+                ours = _of_head(result, head).double()
+                error = float((ours - truth).norm() / truth.norm())
+                worst = math.inf if math.isnan(error) else max(worst, error)
+        return worst
+
+    def _expected(self, position: bool) -> list[list[Tensor]]:
+        if position not in self._known:
+            self._known[position] = [self._of_one_head(head, position) for head in self.heads]
+        return self._known[position]
+
+    def _of_one_head(self, head: int, position: bool) -> list[Tensor]:
+        """Output, or gradients of the six inputs. A block of queries needs the keys up to its last one's."""
+        L, K, N = self.problem.qlen, self.problem.klen, self.problem.rows
+        backward = self.which in (BACKWARD, TRAIN)
+        leaves = [_of_head(tensor, head).double() for tensor in self.inputs]
+        if not position:
+            leaves[3:] = [torch.zeros_like(tensor) for tensor in leaves[3:]]
+        leaves = [tensor.requires_grad_(backward) for tensor in leaves]
+        q, k, v, *positions = leaves
+        outs = []
+        for first in range(0, L, CHECKED_ROWS):
+            rows = slice(first, min(first + CHECKED_ROWS, L))
+            keys = K - L + rows.stop
+            out = rel_attention(
+                q[:, :, rows], k[:, :, :keys], v[:, :, :keys], *positions, r_zero=N - 1, backend="reference"
+            )
+            if backward:
+                out.backward(_of_head(self.problem.dout(), head)[:, :, rows].double())
+            else:
+                outs.append(out)
+        return [tensor.grad for tensor in leaves] if backward else [torch.cat(outs, 2)]
+
+
+def _affordable_heads(problem: Problem) -> list[int]:
+    heads = max(1, CHECKED_PAIRS * problem.heads // max(1, problem.visible_pairs()))
+    return list(range(0, problem.heads, math.ceil(problem.heads / heads)))
+
+
+def _of_head(tensor: Tensor, head: int) -> Tensor:
+    """[B, H, rows, D] or [H, ...]: that head alone, the dimension kept."""
+    return tensor[:, head : head + 1] if tensor.dim() == 4 else tensor[head : head + 1]
+
+
+# ---- Can it run ----------------------------------------------------------------------------------
+
+
+def refusal(way: Way, problem: Problem, which: str, gemm_rate: float, patience: float) -> str | None:
+    """Why not even to try, or None."""
+    needs, free = way.needs(problem, which), measure.free_memory(problem.device)
+    if needs > 0.9 * free:
+        return f"does not fit: needs about {needs / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    seconds = way.work(problem, which) / gemm_rate
+    if seconds > patience:
+        return f"skipped: about {seconds:.0f} s a call, allowed is --budget {patience:g} s"
+    return None
+
+
+def why(error: Exception) -> str:
+    """The line of an exception that tells most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(("raised:", ":")):
+        lines.pop(0)
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+# ---- One problem ---------------------------------------------------------------------------------
+
+
+class Bench:
+    """Measures problems, one after another, with one progress bar over all of it."""
+
+    def __init__(self, ways: list[Way], repeat: int, budget: float, memory: bool):
+        self.ways, self.repeat, self.budget, self.memory = ways, repeat, budget, memory
+        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log needs no more
+        self.bar = tqdm(total=0, unit="step", mininterval=every, leave=False, dynamic_ncols=True)
+        self._built: dict[str, Attend] = {}
+
+    def run(self, problem: Problem, passes: Iterable[str]) -> list[Result]:
+        self._built.clear()
+        torch._dynamo.reset()  # or the compiler makes sizes variable when it meets a second problem
+        results = [self._one_pass(problem, which) for which in passes]
+        if self.memory:
+            self._measure_memory(results)
+        return results
+
+    def _one_pass(self, problem: Problem, which: str) -> Result:
+        sets = measure.input_sets(problem, which)
+        truth = Truth(problem, which, sets[0])
+        yardstick, per_call = measure.gemm_task(problem), measure.gemm_flops()
+        yardstick.run()
+        gemm_rate = per_call / yardstick.seconds()
+        if which == DECODE:
+            yardstick, per_call = measure.copy_task(problem.device)
+
+        rows = [Row(way.name, way.ours) for way in self.ways]
+        tasks = {"": yardstick}
+        self._expect(len(rows))
+        for way, row in zip(self.ways, rows, strict=True):
+            self._step(f"{which}: checking {way.name}")
+            row.reason = refusal(way, problem, which, gemm_rate, self.budget)
+            if row.reason is None and (task := self._checked_task(way, row, truth, sets)):
+                tasks[way.name] = task
+
+        self._expect(self.repeat * len(tasks))
+        samples = measure.interleave(
+            tasks,
+            self.repeat,
+            self.budget,
+            lambda name: self._step(f"{which}: timing {name or 'the machine'}"),
+        )
+        rate = per_call / measure.median(samples.pop(""))
+        for way, row in zip(self.ways, rows, strict=True):
+            if way.name in samples:
+                _fill(row, way, problem, which, samples[way.name], rate)
+        _compare(rows)
+        return Result(problem, which, rate, truth.heads, rows)
+
+    def _checked_task(self, way: Way, row: Row, truth: Truth, sets: list[tuple[Tensor, ...]]) -> Task | None:
+        """Runs a way once. Its task if the numbers are right; if not, `row` says what is the matter."""
+        try:
+            if way.name not in self._built:
+                self._built[way.name], _ = way.build(truth.problem)
+            task = measure.attention_task(self._built[way.name], truth.problem, truth.which, sets)
+            row.error = truth.error(task.run(), way.position)
+        except Exception as error:  # whatever a way dies of
+            row.reason = why(error)
+            return None
+        row.wrong = row.error > ERROR_BOUND[truth.problem.dtype]
+        return None if row.wrong else task
+
+    def _measure_memory(self, results: list[Result]) -> None:
+        """Adds `extra_bytes` to every row that was timed. One process per way covers its passes."""
+        problem = results[0].problem
+        self._expect(len(self.ways))
+        for way in self.ways:
+            self._step(f"memory of {way.name}")
+            rows = {r.which: row for r in results for row in r.rows if row.way == way.name and row.seconds}
+            if rows:
+                for which, extra in extra_memory(way, problem, list(rows)).items():
+                    rows[which].extra_bytes = extra
+
+    def _expect(self, steps: int) -> None:
+        self.bar.total += steps
+        self.bar.refresh()
+
+    def _step(self, text: str) -> None:
+        self.bar.set_description_str(text, refresh=False)
+        self.bar.update()
+
+
+def _fill(row: Row, way: Way, problem: Problem, which: str, samples: list[float], rate: float) -> None:
+    """Puts the figures of timed samples into a row."""
+    row.samples, row.seconds = samples, measure.median(samples)
+    flops = problem.flops(which, way.position) / row.seconds
+    row.gflops = flops / 1e9
+    if which == DECODE:
+        read = problem.cache_bytes(way.position) / row.seconds
+        row.gbytes, row.copy_fraction = read / 1e9, read / rate
+    else:
+        row.gemm_fraction = flops / rate
+
+
+def _compare(rows: list[Row]) -> None:
+    """Adds the speed-ups of the fastest of our backends over the others; none if one of ours is wrong."""
+    if any(row.ours and row.wrong for row in rows):
+        return
+    times = [row.seconds for row in rows if row.ours and row.seconds]
+    for row in rows:
+        if times and row.seconds and not row.ours:
+            row.speedup = row.seconds / min(times)
+
+
+# ---- Memory of one way ---------------------------------------------------------------------------
+
+
+def extra_memory(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
+    """Peak bytes of each pass beyond inputs and results. On the CPU measured in a fresh process."""
+    if problem.device != "cpu":
+        return probe(way, problem, passes)
+    job = {"way": way.name, "problem": asdict(problem), "passes": passes, "threads": torch.get_num_threads()}
+    done = subprocess.run(
+        [sys.executable, __file__, "--probe", json.dumps(job)],
+        env={**os.environ, **measure.MEASURABLE_HEAP},
+        capture_output=True,
+        text=True,
+    )
+    # Killed, most likely for want of memory: no figure, and the rest of the table goes on.
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def probe(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
+    attend, constants = way.build(problem)
+    kept = sum(tensor.nbytes for tensor in constants)
+    return {which: kept + _probe_pass(way, attend, problem, which) for which in passes}
+
+
+def _probe_pass(way: Way, attend: Attend, problem: Problem, which: str) -> int:
+    task = measure.attention_task(attend, problem, which, [problem.inputs()])
+    if way.compiled:
+        task.run()  # compiles, for these sizes
+    else:
+        # Loads libraries and starts threads, and leaves nothing behind that the real sizes could use.
+        small = replace(problem, qlen=min(problem.qlen, 32), klen=min(problem.klen, 64))
+        measure.attention_task(way.build(small)[0], small, which, [small.inputs()]).run()
+    return measure.extra_memory(task)
+
+
+def run_probe(text: str) -> int:
+    """What `extra_memory` starts: measures one way and prints the figures as JSON."""
+    job = json.loads(text)
+    torch.set_num_threads(job["threads"])
+    way = next(way for way in [ours(name) for name in backends()] + list(RIVALS) if way.name == job["way"])
+    print(json.dumps(probe(way, Problem(**job["problem"]), job["passes"])))
+    return 0
+
+
+# ---- Output --------------------------------------------------------------------------------------
+
+
+def table(result: Result) -> str:
+    """A result as lines to read. A way without figures has a note across the columns."""
+    decode = result.which == DECODE
+    rate_titles = ("GB/s", "of copy") if decode else ("GFLOP/s", "of gemm")
+    names = [row.way + (" *" if row.ours else "") for row in result.rows]
+    figures = [None if _note(row, result) else _figures(row, decode) for row in result.rows]
+    titles = ("ms", *rate_titles, "extra MB", "error", "ours is")
+    widths = [max(map(len, column)) for column in zip(titles, *filter(None, figures), strict=True)]
+    name_width = max(map(len, names))
+
+    def line(name: str, cells: Iterable[str]) -> str:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return "  ".join((name.ljust(name_width), *padded)).rstrip()
+
+    rate = f"copy {result.rate / 1e9:.1f} GB/s" if decode else f"gemm 2048^3 {result.rate / 1e9:.1f} GFLOP/s"
+    lines = [f"{result.which}: {result.problem}; {rate}", line("", titles)]
+    for row, name, cells in zip(result.rows, names, figures, strict=True):
+        lines.append(line(name, cells) if cells else f"{name:<{name_width}}  {_note(row, result)}")
+    return "\n".join(lines)
+
+
+def _note(row: Row, result: Result) -> str | None:
+    """What stands in place of figures."""
+    if row.wrong:
+        return f"WRONG: relative error {row.error:.1e}, allowed is {ERROR_BOUND[result.problem.dtype]:.0e}"
+    return row.reason
+
+
+def _figures(row: Row, decode: bool) -> tuple[str, ...]:
+    rate, fraction = (row.gbytes, row.copy_fraction) if decode else (row.gflops, row.gemm_fraction)
+    return (
+        f"{row.seconds * 1e3:.{2 if row.seconds < 1 else 0}f}",
+        f"{rate:.1f}",
+        f"{fraction:.0%}",
+        "?" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:.1f}",
+        f"{row.error:.0e}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x faster",
+    )
+
+
+def write_json(path: Path, args: argparse.Namespace, results: list[Result], about: dict[str, Any]) -> None:
+    content = {
+        "machine": about,
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+        },
+        "results": [asdict(result, dict_factory=_finite) for result in results],
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON has no infinity; the error of a row with NaN is one."""
+    return {name: None if value == math.inf else value for name, value in items}
+
+
+def write_plot(path: Path, results: list[Result], about: dict[str, Any]) -> None:
+    """Time, and below it memory where that was measured, against klen: a column of panels per pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    passes = list(dict.fromkeys(result.which for result in results))
+    klens = sorted({result.problem.klen for result in results})
+    figures = {"ms": lambda row: None if row.seconds is None else row.seconds * 1e3}
+    if any(row.extra_bytes is not None for result in results for row in result.rows):
+        # What is too little to measure stays on the scale.
+        figures["extra MB"] = lambda row: None if row.extra_bytes is None else max(row.extra_bytes / 1e6, 0.1)
+    size = (6.2 * len(passes), 4.2 * len(figures))
+    canvas, panels = plt.subplots(len(figures), len(passes), figsize=size, squeeze=False, sharex=True)
+    for row_of_panels, (unit, figure) in zip(panels, figures.items(), strict=True):
+        for panel, which in zip(row_of_panels, passes, strict=True):
+            _plot_panel(panel, [result for result in results if result.which == which], figure)
+            panel.set(title=which, xlabel="klen", ylabel=unit)
+            if panel.has_data():
+                panel.set(xscale="log", yscale="log")
+                panel.set_xticks(klens, [str(klen) for klen in klens])
+                panel.set_xticks([], minor=True)
+                panel.grid(True, which="both", alpha=0.25)
+                panel.legend()
+    problem = results[-1].problem
+    sizes = f"B {problem.batch}, H {problem.heads}, D {problem.d_head}, {problem.dtype}"
+    canvas.suptitle(f"{sizes}: {about['gpu'] or about['cpu']}, {about['threads']} threads")
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    plt.close(canvas)
+
+
+def _plot_panel(panel: Any, results: list[Result], figure: Callable[[Row], float | None]) -> None:
+    """A line per way that has figures; the colour of a way is the same in every panel."""
+    for index, row in enumerate(results[0].rows):
+        values = {r.problem.klen: figure(same) for r in results for same in r.rows if same.way == row.way}
+        shown = {klen: value for klen, value in values.items() if value is not None}
+        if shown:
+            style = {"color": f"C{index}", "linewidth": 3 if row.ours else 1.3, "label": row.way}
+            panel.plot(list(shown), list(shown.values()), "o-", **style)
+
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time relative attention by our backends and by every way PyTorch has, each checked.",
+        epilog="Example: python benchmarks/bench_attn.py --sweep 475 950 1900 3800 --plot attention.png",
+    )
+    whole = _positive(int)
+    parser.add_argument("--klen", type=whole, default=3800, help="keys: memory and segment (3800)")
+    parser.add_argument("--qlen", type=whole, help="queries, at most klen (half of klen; decode: 1)")
+    parser.add_argument("--batch", type=whole, default=1, help="(1)")
+    parser.add_argument("--heads", type=whole, default=8, help="(8)")
+    parser.add_argument("--d-head", type=whole, default=64, help="numbers per head (64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(float32)")
+    parser.add_argument("--clamp-len", type=whole, help="the last distance with a row of r to itself (none)")
+    parser.add_argument(
+        "--pass",
+        dest="which",
+        choices=PASSES,
+        default="both",
+        help="both: forward without gradient, then forward + backward; decode: one query over inputs larger "
+        "than the caches, against the rate of a copy (both)",
+    )
+    parser.add_argument(
+        "--backends", nargs="*", metavar="NAME", help="of ours (every fused one that can run)"
+    )
+    names = [way.name for way in RIVALS]
+    parser.add_argument(
+        "--rivals", nargs="*", metavar="NAME", default=names, help=f"from {', '.join(names)} (all)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
+    parser.add_argument("--repeat", type=whole, default=7, help="samples; the median is reported (7)")
+    parser.add_argument(
+        "--budget",
+        type=_positive(float),
+        default=6.0,
+        help="seconds after which a way gets no more than three (6)",
+    )
+    parser.add_argument(
+        "--no-memory", dest="memory", action="store_false", help="leave out the memory measurement"
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="*",
+        type=whole,
+        metavar="KLEN",
+        help="these klen in turn (klen/16 ... klen if none is given)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write everything measured, and the machine"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", help="write time and memory against klen as a PNG"
+    )
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+
+    if unknown := [name for name in args.rivals if name not in names]:
+        parser.error(f"--rivals: got {', '.join(unknown)}, needs names from {', '.join(names)}")
+    if unknown := [name for name in args.backends or [] if name not in backends()]:
+        parser.error(f"--backends: got {', '.join(unknown)}, needs names from {', '.join(backends())}")
+    if not args.rivals and args.backends == []:
+        parser.error("--backends, --rivals: got no name, needs at least one")
+    if args.qlen is not None and args.qlen > args.klen and not args.sweep:
+        parser.error(f"--qlen: got {args.qlen}, needs at most klen, {args.klen}")
+    device = args.device.split(":")[0]
+    if device not in ("cpu", "cuda"):
+        parser.error(f"--device: got {args.device}, needs cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: got {args.device}, but torch {torch.__version__} sees no CUDA device")
+    for path in filter(None, (args.json, args.plot)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path}: the folder does not exist")  # now, and not after all the work
+    if args.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            parser.error(f"--plot: {error}; pip install -e '.[bench]'")
+    return args
+
+
+def _positive(number: type) -> Any:
+    def convert(text: str) -> Any:
+        value = number(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"got {text}, needs more than 0")
+        return value
+
+    convert.__name__ = number.__name__  # argparse puts it in "invalid int value"
+    return convert
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    klens = (
+        [args.klen] if args.sweep is None else args.sweep or [max(1, args.klen >> n) for n in (4, 3, 2, 1, 0)]
+    )
+    default = (lambda klen: 1) if args.which == "decode" else (lambda klen: max(1, klen // 2))
+    return [
+        Problem(
+            qlen=min(args.qlen or default(klen), klen),
+            klen=klen,
+            batch=args.batch,
+            heads=args.heads,
+            d_head=args.d_head,
+            dtype=args.dtype,
+            clamp_len=args.clamp_len,
+            device=args.device,
+        )
+        for klen in klens
+    ]
+
+
+def our_ways(names: list[str] | None) -> list[Way]:
+    """The named backends; by default the fused ones that can run, or all for their reasons if none can."""
+    if names is None:
+        fused = [info for name, info in backends().items() if name != "reference"]
+        names = [info.name for info in fused if info.available] or [info.name for info in fused]
+    return [ours(name) for name in names]
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The machine, and what our backends say of themselves."""
+    about = measure.machine(device)
+    about["backends"] = {name: info.details for name, info in backends().items() if info.available}
+    return about
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.probe:
+        return run_probe(args.probe)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    about = describe(args.device)
+    print(
+        f"{about['gpu'] or about['cpu']}, {about['threads']} threads, torch {about['torch']}, "
+        f"commit {about['commit']}"
+    )
+
+    wanted = [way for way in RIVALS if way.name in args.rivals]
+    bench = Bench(our_ways(args.backends) + wanted, args.repeat, args.budget, args.memory)
+    results: list[Result] = []
+    for problem in problems(args):
+        for result in bench.run(problem, PASSES[args.which]):
+            results.append(result)
+            bench.bar.clear()
+            print("\n" + table(result), flush=True)
+    bench.bar.close()
+    print(
+        "\n* ours. Errors are against the float64 reference. sdpa-no-position does less: a floor, no rival."
+    )
+
+    if args.json:
+        write_json(args.json, args, results, about)
+    if args.plot:
+        write_plot(args.plot, results, about)
+    return 1 if any(row.wrong for result in results for row in result.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

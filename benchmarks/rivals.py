@@ -1,0 +1,250 @@
+"""The ways of computing relative attention: our backends, and what PyTorch has, each in its fastest form.
+
+Every way is built for one problem and is then a function of (q, k, v, r, bias_u, bias_v), shapes as in
+`rel_attention`, causal. B batch, H heads, L queries, K keys, N rows of r, D = d_head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import BACKWARD, TRAIN, Problem
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from txl_kernels import rel_attention
+from txl_kernels.reference import naive as reference_naive
+from txl_kernels.reference import shift as reference_shift
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def no_demand(problem: Problem, which: str) -> int:
+    """Nothing worth an estimate."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of computing the attention.
+
+    build: the function for one problem, and the tensors it keeps for it (masks), which count as memory.
+    needs: an estimate of the bytes one pass takes, to refuse what cannot fit before trying it.
+    work: an estimate of the floating-point operations, where they are far above the useful ones.
+    """
+
+    name: str
+    build: Callable[[Problem], tuple[Attend, list[Tensor]]]
+    needs: Callable[[Problem, str], int] = no_demand
+    work: Callable[[Problem, str], int] = no_demand
+    ours: bool = False
+    compiled: bool = False
+    position: bool = True  # False: leaves the position term out, so it is a floor and no rival
+
+
+def ours(backend: str) -> Way:
+    """A backend of this package."""
+    attend = functools.partial(rel_attention, backend=backend)
+    # The reference forms all scores; a fused backend forms none.
+    needs = _scores(forward=7, training=8) if backend == "reference" else no_demand
+    return Way(backend, lambda problem: (attend, []), needs, ours=True)
+
+
+# ---- What a pass needs, in tensors of [B, H, L, K] -----------------------------------------------
+
+
+def _scores(forward: float, training: float) -> Callable[[Problem, str], int]:
+    def needs(problem: Problem, which: str) -> int:
+        return int((training if which in (BACKWARD, TRAIN) else forward) * problem.square_bytes())
+
+    return needs
+
+
+# ---- Every pair projected ------------------------------------------------------------------------
+
+
+def _build_naive(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    # Embeddings and weight that give this r: its rows, and the identity. The product is done all the same, as
+    # wide as in a published model, where d_model is about H * D.
+    width = problem.heads * problem.d_head
+    w_kr = torch.eye(width, dtype=problem.torch_dtype, device=problem.device)
+
+    def naive(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        pos_emb = r.transpose(0, 1).reshape(r.shape[1], width)  # [N, H * D]
+        return reference_naive(q, k, v, pos_emb, w_kr, u, w)
+
+    return naive, []
+
+
+def _pairwise_bytes(problem: Problem) -> int:
+    """Bytes of one [L, K, H * D] tensor."""
+    return problem.qlen * problem.klen * problem.heads * problem.d_head * problem.itemsize
+
+
+def _naive_needs(problem: Problem, which: str) -> int:
+    # The embeddings of every pair and their projection; backward, the gradients take their places.
+    return int(2.1 * _pairwise_bytes(problem))
+
+
+def _naive_work(problem: Problem, which: str) -> int:
+    projections = 2 if which in (BACKWARD, TRAIN) else 1
+    return projections * 2 * problem.qlen * problem.klen * (problem.heads * problem.d_head) ** 2
+
+
+# ---- Appendix B: shifted by pad and view ---------------------------------------------------------
+
+
+def every_distance(r: Tensor, klen: int) -> Tensor:
+    """r with its first row repeated for clamped distances, as in published code. [H, N, D] -> [H, K, D]"""
+    missing = klen - r.shape[1]
+    return r if missing == 0 else torch.cat([r[:, :1].expand(-1, missing, -1), r], 1)
+
+
+def shift(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+    return reference_shift(q, k, v, every_distance(r, k.shape[2]), u, w)
+
+
+def published(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+    """Appendix B as the authors' code and its descendants write it: scores [L, K, B, H], cat and view."""
+    L, K = q.shape[2], k.shape[2]
+    r = every_distance(r, K).permute(1, 0, 2)  # [K, H, D]
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))  # [rows, B, H, D]
+    content = torch.einsum("ibnd,jbnd->ijbn", q + u, k)
+    position = torch.einsum("ibnd,jnd->ijbn", q + w, r)
+    padded = torch.cat([position.new_zeros(L, 1, *position.shape[2:]), position], 1)
+    position = padded.view(K + 1, L, *position.shape[2:])[1:].view_as(position)
+    hidden = torch.ones(L, K, dtype=torch.bool, device=q.device).triu(K - L + 1)
+    scores = ((content + position) * q.shape[-1] ** -0.5).masked_fill(hidden[:, :, None, None], -math.inf)
+    return torch.einsum("ijbn,jbnd->ibnd", scores.softmax(1), v).permute(1, 2, 0, 3)
+
+
+# ---- Scaled dot-product attention over a materialised bias ---------------------------------------
+
+
+def _build_sdpa_bias(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    hidden = _causal_bias(problem)  # [L, K]
+    scale = problem.d_head**-0.5
+
+    def sdpa_bias(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        by_row = ((q + w[:, None]) * scale) @ every_distance(r, k.shape[2]).mT  # [B, H, L, K]
+        # Without gradient the shift is free: a view. The gradient of that view costs more than pad and view.
+        bias = shift_by_copy(by_row) if by_row.requires_grad else shift_by_view(by_row)
+        return F.scaled_dot_product_attention(q + u[:, None], k, v, attn_mask=bias + hidden)
+
+    return sdpa_bias, [hidden]
+
+
+def shift_by_copy(x: Tensor) -> Tensor:
+    """Row i of L moved L - 1 - i places to the left; right where j <= i + K - L. [B, H, L, K]"""
+    B, H, L, K = x.shape
+    return F.pad(x, (1, 0)).view(B, H, K + 1, L)[:, :, 1:].view(B, H, L, K)
+
+
+def shift_by_view(x: Tensor) -> Tensor:
+    """The same without a copy: rows that lie one element closer together."""
+    _, H, L, K = x.shape
+    return x.as_strided(x.shape, (H * L * K, L * K, K - 1, 1), x.storage_offset() + L - 1)
+
+
+def _causal_bias(problem: Problem) -> Tensor:
+    """0 where query i may see key j, else -inf. [L, K]"""
+    L, K = problem.qlen, problem.klen
+    hidden = torch.full((L, K), -math.inf, dtype=problem.torch_dtype, device=problem.device)
+    return hidden.triu_(K - L + 1)
+
+
+# ---- FlexAttention -------------------------------------------------------------------------------
+
+
+def _build_flex(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    memory, last_row, scale = problem.klen - problem.qlen, problem.rows - 1, problem.d_head**-0.5
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + memory
+
+    block_mask = create_block_mask(visible, None, None, problem.qlen, problem.klen, device=problem.device)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        # A score_mod sees one pair and can form no product, so the position scores come materialised.
+        by_row = ((q + w[:, None]) * scale) @ r.mT  # [B, H, L, N]
+
+        def add_position(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + by_row[b, h, i, (last_row + j - i - memory).clamp(0, last_row)]
+
+        return flex_attention(q + u[:, None], k, v, score_mod=add_position, block_mask=block_mask)
+
+    return _compile(flex), []
+
+
+# ---- The floor: no position term -----------------------------------------------------------------
+
+
+def _build_floor(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    if problem.qlen == 1:  # the one query sees every key
+        return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v), []
+    if problem.qlen == problem.klen:
+        return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True), []
+    if problem.device == "cpu":
+        return lambda q, k, v, *_: _MemoryAndSegment.apply(q, k, v), []
+    mask = causal_lower_right(problem.qlen, problem.klen)
+    return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), []
+
+
+class _MemoryAndSegment(torch.autograd.Function):
+    """Causal attention of L queries over K > L keys by PyTorch's flash attention for CPUs.
+
+    That kernel puts the causal triangle in the upper left corner, and given a mask instead it works through
+    the hidden pairs as well. So memory (all visible) and segment (a square triangle) apart, merged by lse.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        memory = k.shape[2] - q.shape[2]
+        out_m, lse_m = flash(q, k[:, :, :memory], v[:, :, :memory])
+        out_s, lse_s = flash(q, k[:, :, memory:], v[:, :, memory:], is_causal=True)
+        out = torch.lerp(out_m, out_s, torch.sigmoid(lse_s - lse_m)[..., None].to(q.dtype))
+        ctx.save_for_backward(q, k, v, out, torch.logaddexp(lse_m, lse_s))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = ctx.saved_tensors
+        (dout,) = grads
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        memory = k.shape[2] - q.shape[2]
+        dq_m, dk_m, dv_m = flash_backward(dout, q, k[:, :, :memory], v[:, :, :memory], out, lse, 0.0, False)
+        dq_s, dk_s, dv_s = flash_backward(dout, q, k[:, :, memory:], v[:, :, memory:], out, lse, 0.0, True)
+        return dq_m + dq_s, torch.cat([dk_m, dk_s], 2), torch.cat([dv_m, dv_s], 2)
+
+
+# ---- The list ------------------------------------------------------------------------------------
+
+
+def _compile(attend: Attend) -> Attend:
+    # Shapes are constants: the best code the compiler has for this problem.
+    return torch.compile(attend, dynamic=False)
+
+
+# The factors of `needs` are measured ones, rounded up.
+RIVALS = (
+    Way("naive", _build_naive, needs=_naive_needs, work=_naive_work),
+    Way("published", lambda problem: (published, []), needs=_scores(forward=6, training=8)),
+    Way("shift", lambda problem: (shift, []), needs=_scores(forward=3.5, training=3.5)),
+    Way(
+        "shift-compiled",
+        lambda problem: (_compile(shift), []),
+        needs=_scores(forward=2.5, training=3.5),
+        compiled=True,
+    ),
+    Way("sdpa-bias", _build_sdpa_bias, needs=_scores(forward=2.5, training=6)),
+    Way("flex-compiled", _build_flex, needs=_scores(forward=1.5, training=3), compiled=True),
+    Way("sdpa-no-position", _build_floor, position=False),
+)
