@@ -90,11 +90,11 @@ class ForwardKernel {
         depth_((p_.D + C::depth - 1) / C::depth),
         columns_(round_up(p_.D, kLanes<T>)),
         keys_(round_up(p_.K, kWidth)),
+        blocks_((p_.L + kBlockRows - 1) / kBlockRows),
         band_(p_, kBlockRows),
         threshold_(DropoutMask::threshold(p_.dropout_p)) {}
 
   bool run() {
-    // Units are packed a wave at a time, so that the packed copies stay small and warm whatever the batch.
     const auto unit_arrays = [&](Unit& u, auto visit) {
       visit(u.k, keys_ * depth_), visit(u.v, keys_ / C::depth * columns_), visit(u.r, band_.elements(depth_));
       visit(u.far_left, kLanes<Elem> * depth_), visit(u.far_right, kLanes<Elem> * depth_);
@@ -107,35 +107,39 @@ class ForwardKernel {
           visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kScorePitch / C::depth);
       visit(s.state.o, kBlockRows * columns_), visit(s.state.m, kBlockRows), visit(s.state.l, kBlockRows);
     };
-    const int64_t units = p_.B * p_.H, blocks = (p_.L + kBlockRows - 1) / kBlockRows;
-    const size_t unit_bytes = Arena::record_bytes<Unit>(unit_arrays);
-    const int64_t wave = min(units, max(pool_.threads, kWaveBytes / static_cast<int64_t>(unit_bytes)));
-    Array<Unit> unit(wave);
-    Array<Scratch> scratch(min(pool_.threads, units * blocks));
-    Arena arena(static_cast<size_t>(wave) * unit_bytes +
-                static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(scratch_arrays));
+    const int64_t threads = pool_.threads, units = p_.B * p_.H;
+    Array<Unit> unit(min(threads, units));
+    Array<Scratch> scratch(threads);
+    Arena arena(static_cast<size_t>(unit.size()) * Arena::record_bytes<Unit>(unit_arrays) +
+                static_cast<size_t>(threads) * Arena::record_bytes<Scratch>(scratch_arrays));
     for (Unit& u : unit) arena.take_record(u, unit_arrays);
     for (Scratch& s : scratch) arena.take_record(s, scratch_arrays);
 
-    for (int64_t first = 0; first < units; first += wave) {
-      const int64_t count = min(wave, units - first);
-      parallel_items(pool_, count, [&](int64_t w, int) { pack(first + w, unit[w]); });
-      if constexpr (C::depth > 1)  // a pair cannot leave out one of its two keys
-        for (int64_t w = 0; w < count; ++w)
-          if (unit[w].v_poisoned) return false;
+    // As long as there is a unit for every thread, each takes whole ones: what it packs stays in its own
+    // cache, and nobody waits. What is left then is packed first and shared out by blocks.
+    const int64_t left = units % threads, whole = units - left;
+    std::atomic<bool> declined{false};
+    parallel_items(pool_, whole, [&](int64_t item, int thread) {
+      pack(item, unit[thread]);
+      if (C::depth > 1 && unit[thread].v_poisoned) {
+        declined = true;  // a pair cannot leave out one of its two keys
+        return;
+      }
+      for (int64_t block = 0; block < blocks_; ++block) run_block(item, unit[thread], block, scratch[thread]);
+    });
+    parallel_items(pool_, left, [&](int64_t item, int) {
+      pack(whole + item, unit[item]);
+      if (C::depth > 1 && unit[item].v_poisoned) declined = true;
+    });
+    if (declined) return false;
+    parallel_items(pool_, left * blocks_, [&](int64_t item, int thread) {
       // The later blocks of a segment see more keys: heaviest first.
-      parallel_items(pool_, count * blocks, [&](int64_t item, int thread) {
-        const int64_t index = blocks - 1 - item / count, w = item % count;
-        const int64_t i0 = p_.L * index / blocks, i1 = p_.L * (index + 1) / blocks;
-        run_block(first + w, unit[w], i0, static_cast<int>(i1 - i0), scratch[thread]);
-      });
-    }
+      run_block(whole + item % left, unit[item % left], blocks_ - 1 - item / left, scratch[thread]);
+    });
     return true;
   }
 
  private:
-  static constexpr int64_t kWaveBytes = 2 << 20;
-
   int64_t head_of(int64_t unit) const { return unit / p_.B; }
   int64_t batch_of(int64_t unit) const { return unit % p_.B; }
 
@@ -165,7 +169,9 @@ class ForwardKernel {
     pack_far<C>(t_.r.at<S>(0, h, p_.N - 1), p_.D, out.far_right);
   }
 
-  void run_block(int64_t unit, const Unit& u, int64_t i0, int rows, Scratch& s) const {
+  void run_block(int64_t unit, const Unit& u, int64_t index, Scratch& s) const {
+    const int64_t i0 = p_.L * index / blocks_;
+    const int rows = static_cast<int>(p_.L * (index + 1) / blocks_ - i0);
     const int64_t h = head_of(unit), b = batch_of(unit);
     const Block block(p_, p_.keys_of_batch(b), i0, rows);
     s.state.clear(rows, columns_);
@@ -261,7 +267,7 @@ class ForwardKernel {
   const Problem p_;
   const Forward& t_;
   const Pool& pool_;
-  const int64_t depth_, columns_, keys_;
+  const int64_t depth_, columns_, keys_, blocks_;
   const BandColumns<C> band_;
   const uint32_t threshold_;
 };

@@ -15,6 +15,7 @@ constexpr double kLog2e = 1.4426950408889634074, kLn2 = 0.6931471805599453094;
 // Runs f(item, thread) for every item on the caller's pool, items in order of growing number.
 template <class F>
 TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
+  if (items == 0) return;
   struct Context {
     F& f;
     int64_t items;
