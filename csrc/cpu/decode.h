@@ -42,7 +42,8 @@ class DecodeKernel {
   }
 
  private:
-  static constexpr int64_t kItems = 64, kMinKeys = 256, kAhead = 64;
+  static constexpr int64_t kItems = 16,
+                           kMinKeys = 256;  // few and long: each part is three streams to foresee
 
   // o of one part of one query, and behind it m and l.
   T* part_of(int64_t unit, int64_t part, int64_t i) {
@@ -159,22 +160,21 @@ class DecodeKernel {
     for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
     const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
       for (int64_t j = lo; j < hi; j += W)
-        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, t_.v.at<S>(b, h, j),
-                                         min(W, hi - j), q, constant, s + (j - keys.lo));
+        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, min(W, hi - j), q,
+                                         constant, s + (j - keys.lo));
     };
     dot(keys.lo, left_end, Size<0>{}, q.far[0]);
     dot(left_end, right_start, Size<1>{}, T{});
     dot(right_start, keys.hi, Size<0>{}, q.far[1]);
   }
 
-  // Scores of up to a vector of keys. `next`: their values, wanted next.
+  // Scores of up to a vector of keys.
   template <bool has_r>
-  void dot_keys(const S* k, const S* r, const S* next, int64_t count, const Query& q, T constant,
-                T* s) const {
+  void dot_keys(const S* k, const S* r, int64_t count, const Query& q, T constant, T* s) const {
     Vec<T> product[W] = {};
     in_columns([&](int64_t d, auto kn, auto tail) {
-      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, next + d, count, q.u + d,
-                                                                  q.v + d, product);
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, q.u + d, q.v + d,
+                                                                  product);
     });
     transpose<T>(product);
     Vec<T> sum = splat(constant);
@@ -187,20 +187,16 @@ class DecodeKernel {
 
   // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
   template <bool has_r, int kN, int tail>
-  __attribute__((noinline)) void add_dots(const S* k, const S* r, const S* next, int64_t count, const T* u,
-                                          const T* v, Vec<T> (&product)[W]) const {
+  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, const T* u, const T* v,
+                                          Vec<T> (&product)[W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
-    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row, next += t_.v.row) {
+    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row) {
       Vec<T> content = product[x], position = {};
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        // Three streams that start and stop are more than the hardware foresees. Addresses only: nothing is
         // read.
-        __builtin_prefetch(k + kAhead * t_.k.row + n * W, 0, 2);
-        if constexpr (has_r) __builtin_prefetch(r + kAhead * t_.r.row + n * W, 0, 2);
-        __builtin_prefetch(next + n * W, 0, 2);
         content += qu[n] * values(k + n * W, tail && n == kN - 1);
         if constexpr (has_r) position += qv[n] * values(r + n * W, tail && n == kN - 1);
       }
