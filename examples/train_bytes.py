@@ -143,7 +143,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=8, help="attention heads per layer")
     add("--batch", type=int, default=8, help="pieces of the text read side by side")
     add("--segment", type=int, default=128, help="bytes of each piece per step")
-    add("--mem", type=int, default=256, help="memory length in training")
+    add("--mem", type=int, default=384, help="memory length in training")
+    add(
+        "--clamp-len",
+        type=int,
+        default=128,
+        help="distances beyond share one position embedding; -1: none do",
+    )
     add("--lr", type=float, default=5e-3, help="highest learning rate")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add(
@@ -157,6 +163,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.d_model % args.heads:
         parser.error(f"--d-model {args.d_model} is not a multiple of --heads {args.heads}")
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be positive, not {args.minutes}")
+    if min(args.eval_mem) < 0:
+        parser.error(f"--eval-mem must not be negative, got {min(args.eval_mem)}")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     return args
 
 
@@ -172,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         d_inner=4 * args.d_model,
         dropout=0.0,  # minutes of training read every byte once at most: nothing to overfit
         mem_len=args.mem,
+        clamp_len=args.clamp_len,  # a memory longer than in training then brings no distance never seen
         pre_lnorm=True,  # bears the high learning rate that a short training needs
         init_std=0.05,  # the published 0.02, made for wider models, loses a narrow one its first minute
     )
