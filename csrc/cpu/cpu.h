@@ -15,9 +15,9 @@ struct Pool {
   void (*run)(int threads, void (*body)(void* context, int index), void* context);
 };
 
-// The entry points of one (level, dtype). `forward` and `backward` return false, their results void, where
-// their arithmetic cannot keep a NaN or an infinity to the rows that see it; the dispatcher then asks a level
-// that can.
+// The entry points of one (level, dtype). They return false, their results void, where their arithmetic will
+// not do: it cannot keep a NaN to the rows that see it, or differs from that of the forward pass. The
+// dispatcher then asks a level of plain arithmetic.
 struct Kernels {
   bool (*forward)(const Problem&, const Forward&, const Pool&);
   bool (*backward)(const Problem&, const Backward&, const Pool&);

@@ -44,6 +44,8 @@ bool forward(const Problem& p, const Forward& t, const Pool& pool) {
 }
 
 bool backward(const Problem& p, const Backward& t, const Pool& pool) {
+  // Decode scores in float; pairs, which round q, would not find its probabilities again.
+  if (decodes(p) && Case::Compute::depth > 1) return false;
   return BackwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
 }
 
