@@ -246,7 +246,10 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         assert largest <= 2 * plain_largest + floor + relative, (
             f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
         )
-        cancelled = floor if norm < 1e-6 else 4 * slack * accumulated
+        # The mean of a few numbers is as much a matter of luck as the largest of them. And where a softmax is nearly
+        # one-hot, dP - dO.out cancels, and the rounding of out, which backward is given, remains.
+        lucky = norm < 1e-6 or (few and g.numel() < 32)
+        cancelled = floor if lucky else 4 * slack * accumulated + (torch.finfo(dtype).eps if few else 0.0)
         assert mean <= max((slack * RELATIVE[dtype] + relative) * norm + cancelled, 2 * plain_mean), (
             f"{name}: mean error {mean:.3g} where values are {norm:.3g}, plain {dtype} makes {plain_mean:.3g}"
         )

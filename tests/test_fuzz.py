@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from helpers import (
@@ -80,8 +82,8 @@ def test_any_valid_call(backend, dtype, problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", each_dtype())
-@settings(max_examples=2500, **{**SETTINGS, "derandomize": False, "print_blob": True})
+@settings(max_examples=2500, **{**SETTINGS, "derandomize": "CI" in os.environ, "print_blob": True})
 @given(problem=problems())
 def test_any_valid_call_at_length(backend, dtype, problem):
-    """Other examples every time; hypothesis prints the one that fails."""
+    """Other examples every time (hypothesis prints the one that fails), but not in CI: it is no lottery."""
     matches(backend, dtype, problem)
