@@ -9,6 +9,9 @@ import torch
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "unpoisoned: leave torch.empty alone (poison would touch every page)")
+    if helpers.INTERPRET:  # NumPy's remarks on NaN and infinity, which Triton's interpreter computes with
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:numpy")
 
 
 def pytest_report_header(config):

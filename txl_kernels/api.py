@@ -11,11 +11,16 @@ from txl_kernels import ops, philox, reference, registry
 
 MAX_HEAD_DIM = 256
 
-_DTYPES = {
-    "cpu": (torch.float32, torch.float64, torch.bfloat16),
-    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REFERENCE_DTYPES = (*_CPU_DTYPES, torch.float16)
+_DTYPES_OF_BACKEND: dict[str, tuple[torch.dtype, ...]] = {
+    registry.REFERENCE: _REFERENCE_DTYPES,
+    "cpu": _CPU_DTYPES,
+    "triton": _GPU_DTYPES,
+    "cuda": _GPU_DTYPES,
 }
-_REFERENCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES_OF_DEVICE: dict[str, tuple[torch.dtype, ...]] = {"cpu": _CPU_DTYPES, "cuda": _GPU_DTYPES}
 # Offsets on the key axis are added to positions in 64 bits.
 _MAX_OFFSET = 2**62
 
@@ -254,9 +259,10 @@ def _check_tensors(
         raise ValueError(f"r: got N = 0 rows in shape {_shape(r)}, needs N >= 1")
 
     dtype, device = q.dtype, q.device
-    allowed = (
-        _REFERENCE_DTYPES if backend == registry.REFERENCE else _DTYPES.get(device.type, _REFERENCE_DTYPES)
-    )
+    if backend is None:
+        allowed = _DTYPES_OF_DEVICE.get(device.type, _REFERENCE_DTYPES)
+    else:
+        allowed = _DTYPES_OF_BACKEND[backend]
     if dtype not in allowed:
         raise TypeError(f"q: got {dtype} on {device}, needs one of {', '.join(map(str, allowed))}")
     if k.dtype != dtype or v.dtype != dtype or r.dtype != dtype:

@@ -1,0 +1,383 @@
+"""Backend "triton": allocates, chooses tiles, and launches the kernels of _forward.py and _backward.py.
+
+Under TRITON_INTERPRET=1 (set before Triton is first imported) the kernels run on CPU tensors, slowly: their
+logic, without a GPU. In float32 and float16: in bfloat16 the interpreter computes garbage
+(triton-lang/triton#11584).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from txl_kernels import philox
+from txl_kernels.registry import dense_like
+from txl_kernels.triton import configs
+from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
+from txl_kernels.triton._forward import forward_kernel, merge_kernel
+from txl_kernels.triton.configs import Tile
+from txl_kernels.triton.tiles import Problem, View
+
+NAME = "triton"
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+
+_KERNELS = {
+    "forward": forward_kernel,
+    "decode": forward_kernel,
+    "dq": dq_kernel,
+    "dk_dv": dk_dv_kernel,
+    "dr": dr_kernel,
+}
+# Up to so many queries one block holds them all, and the keys are what there is to share out.
+_DECODE_QUERIES = 16
+# Keys in a split: a multiple of every BN, and enough of them for loads to run ahead.
+_SPLIT_KEYS = 128
+# Sizes and distances are 32-bit numbers in the kernels, and so are offsets within a tile of 2 * 64 rows.
+_MAX_SIZE = 2**28
+_MAX_ROW_STRIDE = 2**24
+# Score pairs of a call from which on it is worth measuring tiles.
+_TUNE_PAIRS = 2**26
+
+
+def unavailable() -> str | None:
+    """Why the backend cannot run on this machine, and the mend; None if it can."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < (3, 6):
+        return f"it needs Triton 3.6 or later, this is {triton.__version__}; pip install --upgrade triton"
+    if not INTERPRETED and not torch.cuda.is_available():
+        return (
+            "torch sees no GPU (torch.cuda.is_available() is False); with TRITON_INTERPRET=1 in the "
+            "environment the kernels run on CPU tensors, slowly"
+        )
+    return None
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+    if INTERPRETED and device.type != "cpu":
+        return f"under TRITON_INTERPRET=1 it takes tensors on the CPU, q is on {device}"
+    if not INTERPRETED and device.type != "cuda":
+        return f"it needs tensors on a GPU, q is on {device}"
+    if dtype not in DTYPES:
+        return f"it needs one of {', '.join(map(str, DTYPES))}, q is {dtype}"
+    if torch.version.hip is None and not INTERPRETED and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
+    return None
+
+
+def details() -> dict[str, str]:
+    """For the report."""
+    return {
+        "mode": "interpreted on the CPU" if INTERPRETED else "compiled",
+        "autotune": "on" if configs.autotune() else "off",
+    }
+
+
+# ---- Choosing tiles and launching --------------------------------------------------------------------------
+
+
+@functools.cache
+def _arch() -> int | str | None:
+    return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+
+
+def _processors(device: torch.device) -> int:
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _tuner(name: str, tiles: tuple[Tile, ...], arch: int | str | None) -> Any:
+    choices = []
+    for tile in tiles:
+        options = tile.options(arch)
+        sizes = {size: options.pop(size) for size in ("BM", "BN")}
+        choices.append(triton.Config(sizes, **options))
+    return triton.autotune(choices, key=["D", "CLAMP", "DROPOUT"], cache_results=True)(_KERNELS[name])
+
+
+_tuned: dict[tuple[Any, ...], Tile] = {}
+
+
+def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **constants: Any) -> Tile:
+    """Launches the kernel for a grid, a function of the Tile; returns the one it ran with.
+
+    The first call that is large enough measures the candidates; not while a CUDA graph is captured.
+    """
+    arch = _arch()
+    tiles = tuple(configs.candidates(name, constants["D"], dtype.itemsize, arch))
+    key = (name, dtype, arch, *constants.values())
+    tile = _tuned.get(key, tiles[0])
+    tune = (
+        len(tiles) > 1
+        and key not in _tuned
+        and pairs >= _TUNE_PAIRS
+        and configs.autotune()
+        and not INTERPRETED
+        and not torch.cuda.is_current_stream_capturing()
+    )
+    if tune:
+        tuner = _tuner(name, tiles, arch)
+        tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants)
+        best = tuner.best_config
+        tile = Tile(best.kwargs["BM"], best.kwargs["BN"], best.num_warps, best.num_stages)
+        _tuned[key] = tile
+    else:
+        _KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch))
+    return tile
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# ---- Arguments ---------------------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dimension is not contiguous or rows lie too far apart for 32-bit offsets."""
+    if x.stride(-1) == 1 and x.stride(-2) < _MAX_ROW_STRIDE:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _view(x: Tensor) -> View:
+    """Of [B, H, rows, D], or of [H, rows, D], which every batch entry shares."""
+    return View(x, *x.stride()[:3]) if x.dim() == 4 else View(x, 0, *x.stride()[:2])
+
+
+def _compact(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    r: Tensor,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Problem, bool]:
+    """Every number within 32 bits; and whether any visible pair is clamped."""
+    B, H, L, _ = q.shape
+    K, N = k.shape[2], r.shape[1]
+    if max(K, N) >= _MAX_SIZE:
+        raise ValueError(
+            f"k: got K = {K} keys and N = {N} rows of r, backend 'triton' needs less than 2**28 of both"
+        )
+    left = K if window_left < 0 else min(window_left, K)
+    right = 0 if causal else L if window_right < 0 else min(window_right, L)
+    r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
+    clamp = r_zero < min(left, K - 1) or r_zero + min(right, L - 1) > N - 1
+    threshold, keep = philox.threshold(dropout_p), 1 / (1 - dropout_p)
+    return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), clamp
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, L, D], lse [B, H, L]."""
+    B, H, L, D = q.shape
+    K = k.shape[2]
+    out = dense_like(q)
+    lse = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
+
+    decode = L <= _DECODE_QUERIES
+    q_u = q_v = _rows(q)
+    if not decode:  # outside the kernel: tiles that come from memory unchanged need no registers
+        q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
+        bias_u = bias_v = None
+
+    # Too few blocks of queries for the GPU: share out the keys too.
+    blocks = triton.cdiv(L, _DECODE_QUERIES if decode else 64) * B * H
+    splits = max(1, min(4 * _processors(q.device) // blocks, triton.cdiv(K, _SPLIT_KEYS)))
+    split_keys = triton.cdiv(triton.cdiv(K, splits), _SPLIT_KEYS) * _SPLIT_KEYS
+    splits = triton.cdiv(K, split_keys)
+    part, part_lse = out, lse
+    if splits > 1:
+        part = torch.empty(splits * B, H, L, D, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits * B, H, L, dtype=torch.float32, device=q.device)
+
+    constants = dict(
+        D=D,
+        BD=configs.block_of_head(D),
+        HAS_U=bias_u is not None,
+        HAS_V=bias_v is not None,
+        HAS_RANGE=key_range is not None,
+        CLAMP=clamp,
+        DROPOUT=dropout_p > 0,
+    )
+    with _on(q.device):
+        _launch(
+            "decode" if decode else "forward",
+            q.dtype,
+            B * H * L * K,
+            lambda tile: (triton.cdiv(L, tile.BM) * splits * B * H,),
+            *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
+            *(_compact(x) for x in (bias_u, bias_v, key_range)),
+            dropout_seed,
+            _view(part),
+            part_lse,
+            p,
+            splits,
+            split_keys,
+            **constants,
+        )
+        if splits > 1:
+            merge_kernel[(B * H * L,)](
+                _view(part),
+                part_lse,
+                _view(out),
+                lse,
+                p,
+                splits,
+                D=D,
+                BD=constants["BD"],
+                BS=triton.next_power_of_2(splits),
+            )
+    return out, lse
+
+
+def _with_bias(q: Tensor, bias: Tensor | None) -> Tensor:
+    return _rows(q if bias is None else q + bias[:, None])
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+    B, H, L, D = q.shape
+    K, N = k.shape[2], r.shape[1]
+    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
+    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
+        du, dv_bias = (q.new_zeros(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
+        return dq, dk.zero_(), dv.zero_(), dr.zero_(), du, dv_bias
+    p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
+    constants = dict(
+        D=D,
+        BD=configs.block_of_head(D),
+        HAS_RANGE=key_range is not None,
+        CLAMP=clamp,
+        DROPOUT=dropout_p > 0,
+    )
+    pairs = B * H * L * K
+
+    q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
+    inputs = (
+        *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
+        _compact(key_range),
+        dropout_seed,
+    )
+    lse, dout_view = lse.contiguous(), _view(_rows(dout))
+    delta = torch.empty_like(lse)
+    tiles = configs.candidates("dq", D, q.dtype.itemsize, _arch())
+    blocks = triton.cdiv(L, min(tile.BM for tile in tiles))
+    parts = torch.empty(B * H * blocks * 4 * D, dtype=torch.float32, device=q.device)
+
+    with _on(q.device):
+        tile = _launch(
+            "dq",
+            q.dtype,
+            pairs,
+            lambda tile: (triton.cdiv(L, tile.BM) * B * H,),
+            *inputs,
+            _view(_rows(out)),
+            lse,
+            dout_view,
+            _view(dq),
+            delta,
+            parts,
+            p,
+            **constants,
+        )
+        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [4, H, D].
+        blocks = triton.cdiv(L, tile.BM)
+        sums = (
+            parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2)).transpose(0, 1).contiguous()
+        )
+
+        _launch(
+            "dk_dv",
+            q.dtype,
+            pairs,
+            lambda tile: (triton.cdiv(K, tile.BN) * B * H,),
+            *inputs,
+            lse,
+            dout_view,
+            delta,
+            _view(dk),
+            _view(dv),
+            p,
+            **constants,
+        )
+
+        # Few rows of r: share out the batch too.
+        programs = triton.cdiv(N, 64) * H
+        splits = max(1, min(2 * _processors(q.device) // programs, B))
+        entries = triton.cdiv(B, splits)
+        splits = triton.cdiv(B, entries)
+        part = dr.unsqueeze(0)
+        if splits > 1:
+            part = torch.empty(splits, H, N, D, dtype=torch.float32, device=q.device)
+        _launch(
+            "dr",
+            q.dtype,
+            pairs,
+            lambda tile: (triton.cdiv(N, tile.BN) * H * splits,),
+            *inputs,
+            lse,
+            dout_view,
+            delta,
+            sums[2:],
+            _view(part),
+            p,
+            entries,
+            **constants,
+        )
+        if splits > 1:
+            dr.copy_(part.sum(0))
+
+    du, dv_bias = (
+        q.new_empty(0) if bias is None else sums[n].to(bias.dtype) for n, bias in enumerate((bias_u, bias_v))
+    )
+    return dq, dk, dv, dr, du, dv_bias

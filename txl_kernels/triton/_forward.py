@@ -1,0 +1,187 @@
+"""The forward kernels. Where blocks of queries are few (decode), programs share out the keys too, and
+`merge_kernel` joins what they found."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from txl_kernels.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    accumulate,
+    add_bias,
+    at,
+    band,
+    finite,
+    kept,
+    key_tiles,
+    keys_of_batch,
+    keys_of_query,
+    load_r,
+    load_row,
+    load_rows,
+    product,
+    skew,
+    store_rows,
+    tile_of,
+    times_row,
+)
+
+
+@triton.jit
+def _attend(
+    largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0,
+    BN: tl.constexpr, EDGE: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """A step of online softmax: score [BM, BN], to base 2 and -inf where not seen, times v_tile [BN, BD]."""
+    new_largest = tl.maximum(largest, tl.max(score, 1))
+    base = new_largest
+    if EDGE:  # so far a query may have seen nothing: -inf - -inf would be NaN
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(largest - base)
+    total = total * decay + tl.sum(weight, 1)
+    acc = acc * decay[:, None]
+    if DROPOUT:
+        weight = tl.where(kept(p, seed, b, h, i, i * 0 + j0, BN, True), weight, 0.0)
+    if EDGE:
+        clean = finite(v_tile)
+        taint = v_tile - clean
+        if tl.max((taint != 0).to(tl.int32)) > 0:
+            marks = (taint != 0).to(v_tile.dtype)
+            acc = tl.where(
+                tl.dot(seen.to(v_tile.dtype), marks, input_precision="ieee") > 0, float("nan"), acc
+            )
+        v_tile = clean
+    acc = accumulate(weight.to(v_tile.dtype), v_tile, acc)
+    return new_largest, total, acc
+
+
+@triton.jit(do_not_specialize=["p", "splits", "split_keys"])
+def forward_kernel(
+    q_u, q_v, k, v, r, bias_u, bias_v, key_range, seed, out, lse, p, splits, split_keys,
+    D: tl.constexpr, BD: tl.constexpr, HAS_U: tl.constexpr, HAS_V: tl.constexpr, HAS_RANGE: tl.constexpr,
+    CLAMP: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out and lse of BM queries, over the `split_keys` keys of one split.
+
+    q_u, q_v: q + u and q + v as they are, or both q, and the biases [H, D] are added here. out and
+    lse [splits * B, H, L] have a batch entry for every split of every one.
+    """
+    # Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
+    program = tl.program_id(0)
+    blocks = tl.cdiv(p.L, BM)
+    i0 = (blocks - 1 - program % blocks) * BM
+    split = program // blocks % splits
+    h = program // (blocks * splits) % p.H
+    b = program // (blocks * splits) // p.H
+
+    y = tl.arange(0, BM)
+    x = tl.arange(0, BN)
+    i = i0 + y
+    first = BM - 1 - y  # where in the band a query's own columns begin
+
+    k_rows = at(k, b, h)
+    v_rows = at(v, b, h)
+    r_rows = at(r, b, h)
+    q_u = add_bias(load_rows(at(q_u, b, h), q_u.row, i0, y, i < p.L, D, BD, False), bias_u, h, D, BD, HAS_U)
+    q_v = add_bias(load_rows(at(q_v, b, h), q_v.row, i0, y, i < p.L, D, BD, False), bias_v, h, D, BD, HAS_V)
+    scale = p.scale * LOG2_E
+    if DROPOUT:
+        seed = tl.load(seed)
+
+    lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
+    lo = tl.maximum(lo, split * split_keys)
+    hi = tl.minimum(hi, (split + 1) * split_keys)
+    lo_i, hi_i = keys_of_query(p, lo, hi, i)
+    begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
+
+    largest = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+
+    if CLAMP:  # far: the position term is one number per query
+        tiles = (far_1 - far_0) // BN
+        q_first = times_row(q_v, load_row(r_rows, r.row, 0, D, BD))
+        q_last = times_row(q_v, load_row(r_rows, r.row, p.N - 1, D, BD))
+        for t in range(0, tiles + (far_3 - far_2) // BN):
+            j0 = tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN)
+            k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
+            score = (product(q_u, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]) * scale
+            v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
+            largest, total, acc = _attend(
+                largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, DROPOUT
+            )
+
+    # near: the second tile of the band is the next one's first
+    c = band(p, i0 + BM - 1, near_0)
+    tile_0 = product(q_v, load_r(p, r_rows, r.row, c, D, BD, BN))
+    for j0 in range(near_0, near_1, BN):
+        k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
+        c = band(p, i0 + BM - 1, j0 + BN)
+        r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
+        tile_1 = product(q_v, r_tile)
+        score = (product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)) * scale
+        tile_0 = tile_1
+        v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
+        largest, total, acc = _attend(
+            largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, DROPOUT
+        )
+
+    # edge: the general case
+    edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
+    edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
+    for t in tl.range(0, edges, num_stages=1):
+        j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
+        j = j0 + x
+        seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None])
+        k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
+        c = band(p, i0 + BM - 1, j0)
+        tile_0 = product(q_v, load_r(p, r_rows, r.row, c, D, BD, BN))
+        tile_1 = product(q_v, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
+        score = (product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)) * scale
+        score = tl.where(seen, score, float("-inf"))
+        v_tile = load_rows(v_rows, v.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
+        largest, total, acc = _attend(
+            largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0, BN, True, DROPOUT
+        )
+
+    sees = lo_i < hi_i
+    weight = p.dropout_scale / tl.where(sees, total, 1.0)
+    entry = split * p.B + b
+    store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
+    lse_i = tl.where(sees, largest * LN_2 + tl.log(tl.where(sees, total, 1.0)), float("-inf"))
+    tl.store(lse + (entry.to(tl.int64) * p.H + h) * p.L + i, lse_i, mask=i < p.L)
+
+
+@triton.jit(do_not_specialize=["p", "splits"])
+def merge_kernel(
+    part, part_lse, out, lse, p, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one query from its splits.
+
+    part: View of [splits * B, H, L, D]. part_lse: [splits * B, H, L]. BS >= splits.
+    """
+    program = tl.program_id(0)
+    i = program % p.L
+    h = program // p.L % p.H
+    b = program // p.L // p.H
+
+    split = tl.arange(0, BS)
+    d = tl.arange(0, BD)
+    exist = split < splits
+    entry = (split * p.B + b).to(tl.int64)
+    lses = tl.load(part_lse + (entry * p.H + h) * p.L + i, mask=exist, other=float("-inf"))
+    largest = tl.max(lses, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp(lses - base)
+    total = tl.sum(weight, 0)
+    pointers = (
+        part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
+    )
+    tile = tl.load(pointers, mask=exist[:, None] & (d < D)[None, :], other=0.0)  # [BS, BD]
+    # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
+    acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
+    tl.store(lse + (b.to(tl.int64) * p.H + h) * p.L + i, base + tl.log(total), mask=i >= 0)

@@ -1,0 +1,139 @@
+"""Tile sizes: for each kernel a short list, the first of which is the default.
+
+Chosen by what the compiler makes of them: docs/triton_kernels.md, written by tests/triton_static.py.
+
+* A tile of the band must fit into registers beside the scores, so tiles are smaller than flash attention's;
+  and BM is at most BN: the band of BM queries by BN keys then lies in two tiles of BN columns.
+* Hopper and datacenter Blackwell multiply 64 rows or more at a time, from shared memory: 64 x 64. Older and
+  smaller parts (99 KiB of shared memory per block) read operands into registers first, which leaves room for
+  32 x 32 or 32 x 64.
+* In float32 products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live in
+  registers, and small tiles over many warps keep them there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import triton
+
+
+class Tile(NamedTuple):
+    BM: int  # queries
+    BN: int  # keys, or rows of r
+    num_warps: int
+    num_stages: int
+
+    def options(self, arch: int | str | None) -> dict[str, int]:
+        """What a launch takes. maxnreg: left alone, ptxas sometimes settles on 32 registers and spills."""
+        return self._asdict() if not isinstance(arch, int) else {**self._asdict(), "maxnreg": 255}
+
+
+KERNELS = ("forward", "decode", "dq", "dk_dv", "dr")
+
+# By the head dimension up to which they hold.
+_HOPPER = {
+    "forward": {
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)],
+        128: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 3)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "decode": {
+        64: [Tile(16, 64, 4, 3), Tile(16, 64, 8, 3), Tile(16, 32, 4, 4)],
+        128: [Tile(16, 64, 8, 3), Tile(16, 32, 4, 3)],
+        256: [Tile(16, 32, 8, 2)],
+    },
+    "dq": {
+        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "dk_dv": {
+        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "dr": {
+        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+}
+_AMPERE = {
+    "forward": {
+        64: [Tile(32, 64, 4, 2), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)],
+        128: [Tile(32, 32, 4, 2), Tile(64, 64, 8, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "decode": {
+        64: [Tile(16, 64, 4, 3), Tile(16, 32, 4, 4)],
+        128: [Tile(16, 32, 4, 3)],
+        256: [Tile(16, 32, 8, 2)],
+    },
+    "dq": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
+    "dk_dv": {
+        64: [Tile(32, 32, 4, 2), Tile(32, 64, 4, 2)],
+        128: [Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
+}
+# 64 KiB of shared memory, wavefronts of 64: four of them have the registers for 64 x 64.
+_AMD = {
+    "forward": {
+        64: [Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 4, 1)],
+    },
+    "decode": {64: [Tile(16, 64, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 32, 4, 1)]},
+    "dq": {
+        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
+        128: [Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "dk_dv": {
+        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
+        128: [Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 8, 1)],
+    },
+    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 1)], 256: [Tile(32, 32, 8, 1)]},
+}
+_FLOAT32 = {
+    "forward": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 32, 8, 1)]},
+    "decode": {64: [Tile(16, 32, 4, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 32, 8, 1)]},
+    "dq": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dk_dv": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dr": {64: [Tile(16, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+}
+
+
+# What a step costs Triton's interpreter hardly depends on the size of its tiles.
+_INTERPRETED = Tile(64, 64, 4, 1)
+
+
+def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> list[Tile]:
+    """The tiles to choose from, the default first.
+
+    kernel: one of KERNELS. arch: compute capability as Triton writes it (90), AMD's name ("gfx942"), or None
+    for Triton's interpreter.
+    """
+    if arch is None:
+        return [_INTERPRETED]
+    if itemsize == 4:
+        table = _FLOAT32
+    elif isinstance(arch, str):
+        table = _AMD
+    else:
+        table = _HOPPER if 90 <= arch < 120 else _AMPERE
+    return next(tiles for largest, tiles in table[kernel].items() if largest >= D)
+
+
+def autotune() -> bool:
+    """Whether to measure the candidates (TXL_TRITON_AUTOTUNE, on by default) rather than take the first."""
+    return os.environ.get("TXL_TRITON_AUTOTUNE", "1") != "0"
+
+
+def block_of_head(D: int) -> int:
+    """BD: columns of a tile that holds D channels."""
+    return max(16, triton.next_power_of_2(D))
