@@ -46,7 +46,7 @@ class Backend:
 
 # Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED_PAIRS = 25_000
+INTERPRETED_TILES = 24
 
 # A new backend joins every test by its row here.
 BACKENDS = (
@@ -171,9 +171,9 @@ def run(attention, tensors: dict, dout: torch.Tensor | None = None, **options) -
     if isinstance(attention, Backend):
         if INTERPRET and attention.name == "triton":
             B, H, L, _ = tensors["q"].shape
-            pairs = B * H * L * tensors["k"].shape[2]
-            if pairs > INTERPRETED_PAIRS:
-                pytest.skip(f"Triton's interpreter is slow: {pairs} pairs")
+            tiles = B * H * math.ceil(L / 64) * math.ceil(tensors["k"].shape[2] / 64)
+            if tiles > INTERPRETED_TILES:
+                pytest.skip(f"Triton's interpreter is slow: {tiles} tiles of 64 x 64")
         attention = functools.partial(rel_attention, backend=attention.name)
     leaves = {
         n: None if t is None else t.detach().requires_grad_(dout is not None) for n, t in tensors.items()
@@ -255,9 +255,9 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         assert largest <= 2 * plain_largest + floor + relative, (
             f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
         )
-        # The mean of a few numbers is as much a matter of luck as the largest of them. And dP - dO.out, where a softmax
-        # is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which backward is given,
-        # remains.
+        # The mean of a few numbers is as much a matter of luck as the largest of them. And dP - dO.out, where a
+        # softmax is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which
+        # backward is given, remains.
         lucky = norm < 1e-6 or (few and g.numel() < 32)
         rounded = torch.finfo(dtype).eps if few else torch.finfo(dtype).eps / 2 if "bias" in name else 0.0
         cancelled = floor if lucky else 4 * slack * accumulated + rounded

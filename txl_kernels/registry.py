@@ -99,7 +99,9 @@ def load(name: str) -> Backend:
         backend: Backend = importlib.import_module(_MODULES[name])
     except ModuleNotFoundError as error:
         if error.name != _MODULES[name]:
-            raise BackendUnavailable(f"backend {name!r} cannot be imported: {error}") from error
+            raise BackendUnavailable(
+                f"backend {name!r} cannot be imported: {error}; pip install {error.name}"
+            ) from error
         raise BackendUnavailable(f"backend {name!r} is not part of this version of txl-kernels") from None
     except Exception as error:
         raise BackendUnavailable(

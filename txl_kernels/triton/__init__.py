@@ -178,6 +178,7 @@ def _problem(
     r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
     clamp = r_zero < min(left, K - 1) or r_zero + min(right, L - 1) > N - 1
     threshold, keep = philox.threshold(dropout_p), 1 / (1 - dropout_p)
+    scale = scale or 1e-30  # 0 * -inf, the score of a hidden pair, would be NaN
     return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), clamp
 
 
@@ -229,6 +230,7 @@ def forward(
         HAS_V=bias_v is not None,
         HAS_RANGE=key_range is not None,
         CLAMP=clamp,
+        NEGATIVE=scale < 0,
         DROPOUT=dropout_p > 0,
     )
     with _on(q.device):
@@ -298,6 +300,7 @@ def backward(
         BD=configs.block_of_head(D),
         HAS_RANGE=key_range is not None,
         CLAMP=clamp,
+        NEGATIVE=scale < 0,
         DROPOUT=dropout_p > 0,
     )
     pairs = B * H * L * K

@@ -38,6 +38,7 @@ from txl_kernels.triton.tiles import (
     store_rows,
     tile_of,
     times_row,
+    to_base_2,
     unskew,
 )
 
@@ -58,10 +59,12 @@ def _load_delta(delta, p, b, h, i):
 @triton.jit
 def _gradient(
     score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j,
-    BN: tl.constexpr, ALIGNED: tl.constexpr, EDGE: tl.constexpr, DROPOUT: tl.constexpr,
+    BN: tl.constexpr, ALIGNED: tl.constexpr,
+    EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """P * keep and dS of a tile from its score (to base 2) and dO v^T. j [BM]: the key of column 0."""
-    weight = tl.exp2(score - lse_i[:, None])
+    """P * keep and dS of a tile from its score, not yet scaled, and dO v^T. j [BM]: the key of column 0."""
+    score, scale = to_base_2(score, p, NEGATIVE)
+    weight = tl.exp2(score * scale - lse_i[:, None])
     if EDGE:
         weight = tl.where(seen, weight, 0.0)
     kept_weight = weight
@@ -79,7 +82,7 @@ def _gradient(
 def dq_kernel(
     q_u, q_v, k, v, r, key_range, seed, out, lse, dout, dq, delta, parts, p,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr,
-    CLAMP: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq and delta of BM queries.
 
@@ -98,9 +101,8 @@ def dq_kernel(
     i = i0 + y
     exist = i < p.L
     first = BM - 1 - y
-    own = (
-        x[None, :] >= first[:, None]
-    )  # columns of an unskewed tile that belong to the first tile of the band
+    # Which columns of an unskewed tile belong to the first tile of the band.
+    own = x[None, :] >= first[:, None]
 
     k_rows = at(k, b, h)
     v_rows = at(v, b, h)
@@ -112,7 +114,6 @@ def dq_kernel(
     delta_i = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     tl.store(delta + (b.to(tl.int64) * p.H + h) * p.L + i, delta_i, mask=exist)
     lse_i = _load_lse(lse, p, b, h, i)
-    scale = p.scale * LOG2_E
     if DROPOUT:
         seed = tl.load(seed)
 
@@ -136,11 +137,12 @@ def dq_kernel(
             j0 = tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN)
             k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
             v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
-            score = (product(q_u_tile, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]) * scale
+            score = product(q_u_tile, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]
             dout_v = product(dout_tile, v_tile)
             _, ds = _gradient(
-                score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, False, DROPOUT
-            )
+                score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+                BN, True, False, NEGATIVE, DROPOUT,
+            )  # fmt: skip
             content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
             clamped = tl.sum(ds, 1)
             clamped_first += tl.where(t < tiles, clamped, 0.0)
@@ -148,30 +150,30 @@ def dq_kernel(
 
     c = band(p, i0 + BM - 1, near_0)
     tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
-    spill = tl.zeros(
-        [BM, BN], tl.float32
-    )  # what the last key tile adds to the band tile that this one begins with
+    # What the key tile before adds to the band tile that this one begins with.
+    carry = tl.zeros([BM, BN], tl.float32)
     for j0 in range(near_0, near_1, BN):
         k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
         v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
         c = band(p, i0 + BM - 1, j0)
         r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
         tile_1 = product(q_v_tile, r_tile)
-        score = (product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)) * scale
+        score = product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)
         tile_0 = tile_1
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
-            score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, False, DROPOUT
-        )
+            score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+            BN, True, False, NEGATIVE, DROPOUT,
+        )  # fmt: skip
         content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
         turned = unskew(ds, first, BN)
-        banded = tl.where(own, turned, spill)
-        spill = turned
+        banded = tl.where(own, turned, carry)
+        carry = turned
         r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
         place = accumulate(banded.to(q_v_tile.dtype), finite(r_tile), place)
     c = band(p, i0 + BM - 1, near_1)
     r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-    place = accumulate(tl.where(own, 0.0, spill).to(q_v_tile.dtype), finite(r_tile), place)
+    place = accumulate(tl.where(own, 0.0, carry).to(q_v_tile.dtype), finite(r_tile), place)
 
     edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
     edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
@@ -185,11 +187,12 @@ def dq_kernel(
         r_0 = load_r(p, r_rows, r.row, c, D, BD, BN)
         r_1 = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
         position_term = skew(product(q_v_tile, r_0), product(q_v_tile, r_1), first, BN)
-        score = (product(q_u_tile, k_tile) + position_term) * scale
+        score = product(q_u_tile, k_tile) + position_term
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
-            score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, True, DROPOUT
-        )
+            score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+            BN, True, True, NEGATIVE, DROPOUT,
+        )  # fmt: skip
         content = accumulate(ds.to(q_u_tile.dtype), finite(k_tile), content)
         if CLAMP:
             c_pair = band(p, i[:, None], j[None, :])
@@ -221,10 +224,10 @@ def dq_kernel(
 def _add_queries(
     dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
     q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-    MODE: tl.constexpr, DROPOUT: tl.constexpr,
+    MODE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries from i0 on add to dk and dv of the keys from j0 on. r_end [BD]: far pairs' row of r."""
+    """What the queries from i0 on add to dk and dv of the keys from j0 on. r_end [BD]: r for far pairs."""
     EDGE: tl.constexpr = MODE == "edge"
     y = tl.arange(0, BM)
     i = i0 + y
@@ -239,7 +242,7 @@ def _add_queries(
         r_0 = load_r(p, at(r, b, h), r.row, c, D, BD, BN)
         r_1 = load_r(p, at(r, b, h), r.row, c + BN, D, BD, BN)
         position_term = skew(product(q_v_tile, r_0), product(q_v_tile, r_1), BM - 1 - y, BN)
-    score = (product(q_u_tile, k_tile) + position_term) * (p.scale * LOG2_E)
+    score = product(q_u_tile, k_tile) + position_term
 
     seen = None
     if EDGE:
@@ -250,7 +253,7 @@ def _add_queries(
     delta_i = _load_delta(delta, p, b, h, i)
     dout_v = product(dout_tile, v_tile)
     weight, ds = _gradient(
-        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, EDGE, DROPOUT
+        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, EDGE, NEGATIVE, DROPOUT
     )
     if EDGE:
         # A NaN of dO reaches dv by the probabilities of the query that it belongs to, where they are seen.
@@ -267,8 +270,8 @@ def _add_queries(
 @triton.jit(do_not_specialize=["p"])
 def dk_dv_kernel(
     q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, dk, dv, p,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, DROPOUT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
+    DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN keys."""
     program = tl.program_id(0)
@@ -300,20 +303,20 @@ def dk_dv_kernel(
             dk_tile, dv_tile = _add_queries(
                 dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
                 q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-                "far", DROPOUT, D, BD, BM, BN,
+                "far", NEGATIVE, DROPOUT, D, BD, BM, BN,
             )  # fmt: skip
     for i0 in range(near, far_first, BM):
         dk_tile, dv_tile = _add_queries(
             dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
             q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-            "near", DROPOUT, D, BD, BM, BN,
+            "near", NEGATIVE, DROPOUT, D, BD, BM, BN,
         )  # fmt: skip
     for t in tl.range(0, tl.cdiv(far_last - begin, BM) + tl.cdiv(end - edge, BM), num_stages=1):
         i0 = tile_of(t, begin, far_last, edge, end, end, end, end, BM)
         dk_tile, dv_tile = _add_queries(
             dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
             q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-            "edge", DROPOUT, D, BD, BM, BN,
+            "edge", NEGATIVE, DROPOUT, D, BD, BM, BN,
         )  # fmt: skip
 
     store_rows(at(dk, b, h), dk.row, j0, x, j < p.K, dk_tile * p.scale, D, BD)
@@ -323,13 +326,13 @@ def dk_dv_kernel(
 @triton.jit
 def _add_queries_by_row(
     dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-    EDGE: tl.constexpr, DROPOUT: tl.constexpr,
+    EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What the queries from i0 on add to dr of the rows from c0 on.
 
-    Column x of a tile is row c0 + x of r. Its key is one further for every next query: here the products with k
-    and v are the bands.
+    Column x of a tile is row c0 + x of r. Its key is one further for every next query: here the products with
+    k and v are the bands.
     """
     y = tl.arange(0, BM)
     x = tl.arange(0, BN)
@@ -344,7 +347,7 @@ def _add_queries_by_row(
     k_0 = load_rows(at(k, b, h), k.row, j0, x, exist_0, D, BD, False)
     k_1 = load_rows(at(k, b, h), k.row, j0 + BN, x, exist_1, D, BD, False)
     content_term = skew(product(q_u_tile, k_0), product(q_u_tile, k_1), y, BN)
-    score = (product(q_v_tile, r_tile) + content_term) * (p.scale * LOG2_E)
+    score = product(q_v_tile, r_tile) + content_term
     v_0 = load_rows(at(v, b, h), v.row, j0, x, exist_0, D, BD, False)
     v_1 = load_rows(at(v, b, h), v.row, j0 + BN, x, exist_1, D, BD, False)
     dout_v = skew(product(dout_tile, v_0), product(dout_tile, v_1), y, BN)
@@ -356,7 +359,9 @@ def _add_queries_by_row(
         seen = (j >= lo_i[:, None]) & (j < hi_i[:, None]) & exist[:, None]
     lse_i = _load_lse(lse, p, b, h, i)
     delta_i = _load_delta(delta, p, b, h, i)
-    _, ds = _gradient(score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0 + y, BN, False, EDGE, DROPOUT)
+    _, ds = _gradient(
+        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0 + y, BN, False, EDGE, NEGATIVE, DROPOUT
+    )
     if EDGE:
         q_v_tile = finite(q_v_tile)
     return accumulate(tl.trans(ds.to(q_v_tile.dtype)), q_v_tile, dr_tile)
@@ -365,8 +370,8 @@ def _add_queries_by_row(
 @triton.jit(do_not_specialize=["p", "entries"])
 def dr_kernel(
     q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, clamped, dr, p, entries,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, DROPOUT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
+    DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dr of BN rows of r, over `entries` batch entries: those of a split, which is also dr's own batch entry.
 
@@ -391,13 +396,13 @@ def dr_kernel(
         for i0 in range(near, edge, BM):
             dr_tile = _add_queries_by_row(
                 dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-                False, DROPOUT, D, BD, BM, BN,
+                False, NEGATIVE, DROPOUT, D, BD, BM, BN,
             )  # fmt: skip
         for t in tl.range(0, tl.cdiv(near - begin, BM) + tl.cdiv(end - edge, BM), num_stages=1):
             i0 = tile_of(t, begin, near, edge, end, end, end, end, BM)
             dr_tile = _add_queries_by_row(
                 dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-                True, DROPOUT, D, BD, BM, BN,
+                True, NEGATIVE, DROPOUT, D, BD, BM, BN,
             )  # fmt: skip
 
     dr_tile *= p.scale

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from txl_kernels.triton.tiles import (
     LN_2,
-    LOG2_E,
     accumulate,
     add_bias,
     at,
@@ -26,20 +25,25 @@ from txl_kernels.triton.tiles import (
     store_rows,
     tile_of,
     times_row,
+    to_base_2,
 )
 
 
 @triton.jit
 def _attend(
     largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0,
-    BN: tl.constexpr, EDGE: tl.constexpr, DROPOUT: tl.constexpr,
+    BN: tl.constexpr, EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """A step of online softmax: score [BM, BN], to base 2 and -inf where not seen, times v_tile [BN, BD]."""
-    new_largest = tl.maximum(largest, tl.max(score, 1))
+    """A step of online softmax: score [BM, BN], not yet scaled, times v_tile [BN, BD]."""
+    # Scaled where a fused multiply-add does it for nothing. The largest is to base 2.
+    score, scale = to_base_2(score, p, NEGATIVE)
+    if EDGE:
+        score = tl.where(seen, score, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
     base = new_largest
     if EDGE:  # so far a query may have seen nothing: -inf - -inf would be NaN
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weight = tl.exp2(score - base[:, None])
+    weight = tl.exp2(score * scale - base[:, None])
     decay = tl.exp2(largest - base)
     total = total * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
@@ -62,7 +66,7 @@ def _attend(
 def forward_kernel(
     q_u, q_v, k, v, r, bias_u, bias_v, key_range, seed, out, lse, p, splits, split_keys,
     D: tl.constexpr, BD: tl.constexpr, HAS_U: tl.constexpr, HAS_V: tl.constexpr, HAS_RANGE: tl.constexpr,
-    CLAMP: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BM queries, over the `split_keys` keys of one split.
 
@@ -87,7 +91,6 @@ def forward_kernel(
     r_rows = at(r, b, h)
     q_u = add_bias(load_rows(at(q_u, b, h), q_u.row, i0, y, i < p.L, D, BD, False), bias_u, h, D, BD, HAS_U)
     q_v = add_bias(load_rows(at(q_v, b, h), q_v.row, i0, y, i < p.L, D, BD, False), bias_v, h, D, BD, HAS_V)
-    scale = p.scale * LOG2_E
     if DROPOUT:
         seed = tl.load(seed)
 
@@ -108,10 +111,10 @@ def forward_kernel(
         for t in range(0, tiles + (far_3 - far_2) // BN):
             j0 = tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN)
             k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
-            score = (product(q_u, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]) * scale
+            score = product(q_u, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]
             v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
             largest, total, acc = _attend(
-                largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, DROPOUT
+                largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, NEGATIVE, DROPOUT
             )
 
     # near: the second tile of the band is the next one's first
@@ -122,11 +125,11 @@ def forward_kernel(
         c = band(p, i0 + BM - 1, j0 + BN)
         r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
         tile_1 = product(q_v, r_tile)
-        score = (product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)) * scale
+        score = product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)
         tile_0 = tile_1
         v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
         largest, total, acc = _attend(
-            largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, DROPOUT
+            largest, total, acc, score, v_tile, None, p, seed, b, h, i, j0, BN, False, NEGATIVE, DROPOUT
         )
 
     # edge: the general case
@@ -140,11 +143,10 @@ def forward_kernel(
         c = band(p, i0 + BM - 1, j0)
         tile_0 = product(q_v, load_r(p, r_rows, r.row, c, D, BD, BN))
         tile_1 = product(q_v, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
-        score = (product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)) * scale
-        score = tl.where(seen, score, float("-inf"))
+        score = product(q_u, k_tile) + skew(tile_0, tile_1, first, BN)
         v_tile = load_rows(v_rows, v.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
         largest, total, acc = _attend(
-            largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0, BN, True, DROPOUT
+            largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0, BN, True, NEGATIVE, DROPOUT
         )
 
     sees = lo_i < hi_i

@@ -318,6 +318,17 @@ def accumulate(x, y, acc):
     return tl.dot(x, y, acc, input_precision="ieee")
 
 
+# ---- Scores ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def to_base_2(score, p, NEGATIVE: tl.constexpr):
+    """score and a scale, never negative, such that 2^(score * scale) = exp(p.scale * score)."""
+    if NEGATIVE:
+        score = -score
+    return score, tl.abs(p.scale) * LOG2_E
+
+
 # ---- NaN and infinity --------------------------------------------------------------------------------------
 #
 # A query is affected by what it sees and by nothing else; but a hidden key's probability, 0, times its NaN is

@@ -1,0 +1,381 @@
+"""Backend "triton": what its pieces promise, in Triton's interpreter; and the contract at other tile sizes.
+
+The contract's own tests run on it too, with TRITON_INTERPRET=1 in the environment:
+
+    TRITON_INTERPRET=1 pytest -k triton
+
+Without that variable this file runs itself that way, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    INTERPRET,
+    ROOT,
+    assert_same_bits,
+    check,
+    distances,
+    f16,
+    f32,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_kernels import BackendUnavailable, philox, rel_attention
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from txl_kernels import triton as backend  # noqa: E402
+from txl_kernels.triton import configs, tiles  # noqa: E402
+from txl_kernels.triton.configs import Tile  # noqa: E402
+from txl_kernels.triton.tiles import Problem  # noqa: E402
+
+interpreted = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INTERPRET, reason="needs TRITON_INTERPRET unset")
+
+TRITON = next(b for b in BACKENDS if b.name == "triton")
+
+
+@compiled
+def test_the_kernels_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# ---- The pieces ------------------------------------------------------------------------------------------
+
+
+if INTERPRET:
+
+    @triton.jit
+    def _skew_kernel(band, skewed, turned, BM: tl.constexpr, BN: tl.constexpr):
+        y, x = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+        first = BM - 1 - tl.arange(0, BM)
+        tile_0 = tl.load(band + y * 2 * BN + x)
+        tile_1 = tl.load(band + y * 2 * BN + BN + x)
+        tile = tiles.skew(tile_0, tile_1, first, BN)
+        tl.store(skewed + y * BN + x, tile)
+        tl.store(turned + y * BN + x, tiles.unskew(tile, first, BN))
+
+    @triton.jit
+    def _kept_kernel(
+        out, seed, p, b, h, i0, j0, step, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr
+    ):
+        y, x = tl.arange(0, BM), tl.arange(0, BN)
+        keep = tiles.kept(p, tl.load(seed), b, h, i0 + y, j0 + step * y, BN, ALIGNED)
+        tl.store(out + y[:, None] * BN + x[None, :], keep.to(tl.int8))
+
+    @triton.jit
+    def _bounds_kernel(out, p, lo, hi, start, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+        if KIND == "keys":
+            a, b, c, d, e, f, g, h = tiles.key_tiles(p, lo, hi, start, BM, BN, True)
+            tl.store(out + 6, g)
+            tl.store(out + 7, h)
+        elif KIND == "queries":
+            a, b, c, d, e, f = tiles.query_tiles(p, lo, hi, start, BM, BN, True)
+        else:
+            a, b, c, d = tiles.queries_of_rows(p, lo, hi, start, BM, BN)
+            e, f = d, d
+        tl.store(out, a)
+        tl.store(out + 1, b)
+        tl.store(out + 2, c)
+        tl.store(out + 3, d)
+        tl.store(out + 4, e)
+        tl.store(out + 5, f)
+
+
+def problem(L=1, K=1, N=1, r_zero=0, left=0, right=0, p=0.0) -> Problem:
+    return Problem(1, 1, L, K, N, r_zero, left, right, 1.0, philox.threshold(p), 1 / (1 - p))
+
+
+@interpreted
+@pytest.mark.parametrize("BM, BN", [(16, 16), (16, 64), (32, 64), (64, 64)])
+def test_skew_reads_a_band_one_place_over_for_every_row(BM, BN):
+    band = torch.randn(BM, 2 * BN)
+    skewed, turned = torch.empty(2, BM, BN)
+    _skew_kernel[(1,)](band, skewed, turned, BM=BM, BN=BN)
+    columns = (BM - 1 - torch.arange(BM))[:, None] + torch.arange(BN)
+    assert torch.equal(skewed, band.gather(1, columns))
+    # Turned back, every entry is in its own column of the band again, modulo BN.
+    back = torch.empty(BM, BN).scatter_(1, columns % BN, skewed)
+    assert torch.equal(turned, back)
+
+
+@interpreted
+@pytest.mark.parametrize("BN", [16, 32, 64, 128])
+@pytest.mark.parametrize("j0, step", [(0, 0), (128, 0), (64, 1), (37, 1), (63, 1)])
+def test_dropout_drops_what_the_reference_drops(BN, j0, step):
+    seed, BM, i0, b, h = torch.tensor([-987654321987]), 16, 5, 3, 2
+    out = torch.empty(BM, BN, dtype=torch.int8)
+    _kept_kernel[(1,)](out, seed, problem(p=0.3), b, h, i0, j0, step, BM=BM, BN=BN, ALIGNED=step == 0)
+    mask = philox.keep_mask(seed, 0.3, b + 1, h + 1, i0 + BM, 400, "cpu")[b, h, i0:]
+    columns = j0 + step * torch.arange(BM)[:, None] + torch.arange(BN)
+    assert torch.equal(out.bool(), mask.gather(1, columns))
+
+
+@st.composite
+def problems(draw):
+    L = draw(st.integers(1, 150))
+    K = L + draw(st.integers(0, 250))
+    N = draw(st.integers(1, K + L))
+    far = st.one_of(st.integers(0, K), st.just(K))
+    lo, hi = draw(st.integers(0, K)), draw(st.integers(0, K))
+    r_zero = draw(st.integers(-L, K + N))
+    return problem(L, K, N, r_zero, draw(far), draw(st.one_of(st.just(0), st.integers(0, L)))), lo, hi
+
+
+def pairs(p: Problem, lo: int, hi: int):
+    """Which pairs are seen, and their rows of r before clamping: [L, K]."""
+    d, j = distances(p.L, p.K), torch.arange(p.K)
+    seen = (d <= p.window_left) & (-d <= p.window_right) & (j >= lo) & (j < hi)
+    return seen, p.r_zero - d
+
+
+def bounds(kind: str, p: Problem, lo: int, hi: int, start: int, BM: int, BN: int) -> list[int]:
+    out = torch.zeros(8, dtype=torch.int32)
+    _bounds_kernel[(1,)](out, p, lo, hi, start, KIND=kind, BM=BM, BN=BN)
+    return out.tolist()
+
+
+@interpreted
+@pytest.mark.parametrize("BM, BN", [(16, 32), (32, 32)])
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(case=problems())
+def test_tiles_of_keys_are_what_they_are_said_to_be(BM, BN, case):
+    p, lo, hi = case
+    seen, c = pairs(p, lo, hi)
+    for i0 in range(0, p.L, BM):
+        rows = slice(i0, i0 + BM)
+        begin, *cuts, end = bounds("keys", p, lo, hi, i0, BM, BN)
+        assert begin % BN == 0 and [begin, *cuts, end] == sorted([begin, *cuts, end])
+        assert all(cut % BN == 0 or cut == end for cut in cuts)
+        assert not seen[rows, :begin].any() and not seen[rows, end:].any()
+        first, near, last = ((cuts[n], cuts[n + 1]) for n in (0, 2, 4))
+        for a, b in (first, near, last):
+            assert (b - a) % BN == 0 and seen[rows, a:b].all()
+        assert (c[rows, slice(*first)] < 0).all()
+        assert ((c[rows, slice(*near)] >= 0) & (c[rows, slice(*near)] < p.N)).all()
+        assert (c[rows, slice(*last)] >= p.N).all()
+
+
+@interpreted
+def test_a_long_clamped_memory_is_far():
+    """Of 64 tiles all but the few at the clamp and at the diagonal take the short way."""
+    p = problem(L=32, K=2048, N=101, r_zero=100, left=2048)
+    begin, far_0, far_1, near_0, near_1, *_, end = bounds("keys", p, 0, 2048, 0, 32, 32)
+    assert (begin, end) == (0, 2048)
+    assert (far_1 - far_0) // 32 == 59 and (near_1 - near_0) // 32 >= 1
+
+
+@interpreted
+def test_a_window_skips_the_tiles_beyond_it():
+    p = problem(L=64, K=2048, N=2048, r_zero=2047, left=100)
+    begin, *_, end = bounds("keys", p, 0, 2048, 0, 64, 64)
+    assert (begin, end) == (1856, 2048)
+    begin, *_, end = bounds("queries", p, 0, 2048, 1900 // 64 * 64, 64, 64)[:6]
+    assert (begin, end) == (0, 36)
+
+
+@interpreted
+@pytest.mark.parametrize("BM, BN", [(16, 32), (32, 32)])
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(case=problems())
+def test_tiles_of_queries_are_what_they_are_said_to_be(BM, BN, case):
+    p, lo, hi = case
+    seen, c = pairs(p, lo, hi)
+    for j0 in range(0, p.K, BN):
+        keys = slice(j0, j0 + BN)
+        begin, *cuts, end = bounds("queries", p, lo, hi, j0, BM, BN)[:6]
+        assert begin % BM == 0 and [begin, *cuts, end] == sorted([begin, *cuts, end])
+        assert not seen[:begin, keys].any() and not seen[end:, keys].any()
+        last, near, near_end, edge = cuts
+        if last < edge:
+            assert edge <= p.L and j0 + BN <= p.K and seen[last:edge, keys].all()
+        assert all(cut % BM == 0 or cut == end for cut in cuts)
+        assert (c[last:near, keys] >= p.N).all() and (c[near_end:edge, keys] < 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("BM, BN", [(16, 32), (32, 32)])
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(case=problems())
+def test_queries_of_rows_of_r_are_what_they_are_said_to_be(BM, BN, case):
+    p, lo, hi = case
+    seen, c = pairs(p, lo, hi)
+    for c0 in range(0, p.N, BN):
+        used = seen & (c >= c0) & (c < min(c0 + BN, p.N))
+        begin, near, edge, end = bounds("rows", p, lo, hi, c0, BM, BN)[:4]
+        assert begin % BM == 0 and begin <= near <= edge <= end
+        assert not used[:begin].any() and not used[end:].any()
+        if near < edge:  # every query there sees the key of every row of the block
+            assert edge <= p.L and (edge - near) % BM == 0
+            assert (used[near:edge].sum(1) == min(c0 + BN, p.N) - c0).all()
+
+
+# ---- The contract at other tile sizes --------------------------------------------------------------------
+
+
+TILES = [Tile(16, 16, 4, 1), Tile(16, 64, 4, 1), Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
+CASES = [
+    (dict(B=2, H=1, L=50, K=117, D=24), {}),
+    (dict(B=1, H=1, L=75, K=140, D=8, N=40), dict(dropout_p=0.4, dropout_seed=11)),
+    (dict(B=1, H=1, L=60, K=130, D=20, N=70, causal=False), dict(r_zero=30)),
+    (dict(B=1, H=1, L=33, K=90, D=16, N=50), dict(scale=-0.3)),
+    (dict(B=1, H=1, L=33, K=90, D=16), dict(scale=0.0)),
+    (dict(B=2, H=1, L=40, K=100, D=41), dict(window_size=(30, 0), key_range=((13, 100), (0, 77)))),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("sizes, options", CASES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.BM}x{t.BN}")
+def test_tile_sizes(monkeypatch, tile, sizes, options):
+    monkeypatch.setattr(configs, "_INTERPRETED", tile)
+    options = {"causal": sizes.get("causal", True), **options}
+    if "key_range" in options:
+        options["key_range"] = key_range(*options["key_range"])
+    check(TRITON, inputs(**sizes), **options)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [f32, f16])
+@pytest.mark.parametrize("L", [1, 3, 16, 40])
+def test_keys_and_batch_shared_out(monkeypatch, L, dtype):
+    """As on a GPU of many processors: splits of the keys forward, of the batch for dr; some splits see no key."""
+    monkeypatch.setattr(backend, "_processors", lambda device: 64)
+    tensors = inputs(B=2, H=1, L=L, K=700, D=16, N=500, dtype=dtype)
+    ranges = key_range((0, 700), (300, 310))
+    check(TRITON, tensors, key_range=ranges)
+
+
+@interpreted
+def test_the_same_bits_every_time(monkeypatch):
+    monkeypatch.setattr(backend, "_processors", lambda device: 8)
+    tensors = inputs(B=2, H=1, L=70, K=150, D=16, N=90)
+    dout = randn_like(tensors["q"])
+    results = [run(TRITON, tensors, dout, dropout_p=0.2, dropout_seed=3) for _ in range(3)]
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
+
+
+# ---- Which tiles a call runs with ------------------------------------------------------------------------
+
+
+class Launches:
+    """Stands for a kernel, and for a tuner of it that finds the last candidate best."""
+
+    def __init__(self, tiles_tried):
+        self.calls, self.tuned, self.tiles_tried = [], 0, tiles_tried
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            if callable(grid):
+                self.tuned += 1
+                tile = self.tiles_tried[-1]
+                grid({"BM": tile.BM, "BN": tile.BN})
+                self.best_config = SimpleNamespace(
+                    kwargs={"BM": tile.BM, "BN": tile.BN},
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                )
+            else:
+                self.calls.append((options["BM"], options["BN"]))
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    candidates = [Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)]
+    fake = Launches(candidates)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "_arch", lambda: 90)
+    monkeypatch.setattr(backend, "_tuned", {})
+    monkeypatch.setattr(backend, "_tuner", lambda *args: fake)
+    monkeypatch.setitem(backend._KERNELS, "dq", fake)
+    monkeypatch.setattr(configs, "candidates", lambda *args: candidates)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv("TXL_TRITON_AUTOTUNE", raising=False)
+    return fake
+
+
+def launch(pairs):
+    return backend._launch("dq", f16, pairs, lambda tile: (tile.BM,), D=64, CLAMP=False, DROPOUT=False)
+
+
+def test_the_first_large_call_is_tuned(launches):
+    assert launch(1000) == Tile(64, 64, 4, 2)  # too small to tell
+    assert launch(2**30) == Tile(32, 32, 4, 2)
+    assert launches.tuned == 1
+    assert launch(2**30) == launch(1000) == Tile(32, 32, 4, 2)
+    assert launches.tuned == 1 and launches.calls == [(64, 64), (32, 32), (32, 32)]
+
+
+def test_autotune_off_pins_the_default(launches, monkeypatch):
+    monkeypatch.setenv("TXL_TRITON_AUTOTUNE", "0")
+    assert launch(2**30) == Tile(64, 64, 4, 2) and launches.tuned == 0
+
+
+def test_a_graph_under_capture_is_not_disturbed(launches, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert launch(2**30) == Tile(64, 64, 4, 2) and launches.tuned == 0
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120, "gfx942"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("D", [1, 41, 64, 65, 128, 256])
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_there_is_a_tile_for_everything(kernel, D, itemsize, arch):
+    for tile in configs.candidates(kernel, D, itemsize, arch):
+        assert tile.BM <= tile.BN <= 128 and tile.num_warps * 32 * 255 <= 65536
+
+
+# ---- What it says where it cannot run --------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu():
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.raises(BackendUnavailable, match=r"no GPU.*TRITON_INTERPRET=1"):
+        rel_attention(q, q, q, q[0], backend="triton")
+
+
+@interpreted
+def test_bfloat16_is_refused_in_the_interpreter():
+    q = torch.randn(1, 1, 2, 4, dtype=torch.bfloat16)
+    with pytest.raises(BackendUnavailable, match=r"needs one of torch.float32, torch.float16"):
+        rel_attention(q, q, q, q[0], backend="triton")
+
+
+def test_float64_is_refused():
+    q = torch.randn(1, 1, 2, 4, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"q: got torch.float64"):
+        rel_attention(q, q, q, q[0], backend="triton")
+
+
+def test_too_many_keys_for_32_bits():
+    k = torch.empty(1, 1, 1, 1).expand(1, 1, 2**28, 1)
+    with pytest.raises(ValueError, match=r"got K = 268435456.*less than 2\*\*28"):
+        backend._problem(k[:, :, :1], k, k[0, :, :1], True, -1, -1, 0, 1.0, 0.0)
