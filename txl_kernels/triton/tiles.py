@@ -259,7 +259,7 @@ def load_rows(base, stride, start, rows, exist, D: tl.constexpr, BD: tl.constexp
     Only the start is an address of 64 bits: the launcher sees to it that offsets within a tile fit into 32.
     """
     d = tl.arange(0, BD)[None, :]
-    pointers = base + tl.to_tensor(start).to(tl.int64) * stride + (rows[:, None] * stride + d)
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d)
     mask = None if ALL else exist[:, None]
     if D != BD:
         mask = d < D if ALL else mask & (d < D)
@@ -285,7 +285,7 @@ def load_r(p, base, stride, c, D: tl.constexpr, BD: tl.constexpr, BN: tl.constex
 def load_row(base, stride, row, D: tl.constexpr, BD: tl.constexpr):
     """[BD], in float32."""
     d = tl.arange(0, BD)
-    pointers = base + tl.to_tensor(row).to(tl.int64) * stride + d
+    pointers = base + tl.cast(row, tl.int64) * stride + d
     return tl.load(pointers, mask=d < D, other=0.0).to(tl.float32)
 
 
