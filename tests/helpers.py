@@ -46,7 +46,7 @@ class Backend:
 
 # Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED_TILES = 24
+INTERPRETED_TILES = 8
 
 # A new backend joins every test by its row here.
 BACKENDS = (

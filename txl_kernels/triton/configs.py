@@ -7,6 +7,9 @@ Chosen by what the compiler makes of them: docs/triton_kernels.md, written by te
 * Hopper and datacenter Blackwell multiply 64 rows or more at a time, from shared memory: 64 x 64. Older and
   smaller parts (99 KiB of shared memory per block) read operands into registers first, which leaves room for
   32 x 32 or 32 x 64.
+* What a loop issues per pair decides: a warp that holds more of a tile issues fewer instructions for it, even
+  where it spills a few registers. So the defaults are those of few instructions per pair whose accesses to
+  local memory are at most a fifth of the loop, and the runners-up are candidates.
 * In float32 products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live in
   registers, and small tiles over many warps keep them there.
 """
@@ -35,9 +38,9 @@ KERNELS = ("forward", "decode", "dq", "dk_dv", "dr")
 # By the head dimension up to which they hold.
 _HOPPER = {
     "forward": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)],
-        128: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 3)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
     "decode": {
         64: [Tile(16, 64, 4, 3), Tile(16, 64, 8, 3), Tile(16, 32, 4, 4)],
@@ -45,39 +48,39 @@ _HOPPER = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
     "dk_dv": {
-        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
     },
     "dr": {
-        64: [Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
     },
 }
 _AMPERE = {
     "forward": {
-        64: [Tile(32, 64, 4, 2), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)],
-        128: [Tile(32, 32, 4, 2), Tile(64, 64, 8, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 3)],
+        128: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
+        256: [Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)],
     },
     "decode": {
         64: [Tile(16, 64, 4, 3), Tile(16, 32, 4, 4)],
         128: [Tile(16, 32, 4, 3)],
         256: [Tile(16, 32, 8, 2)],
     },
-    "dq": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
+    "dq": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(32, 32, 8, 1)]},
     "dk_dv": {
-        64: [Tile(32, 32, 4, 2), Tile(32, 64, 4, 2)],
-        128: [Tile(32, 32, 4, 2)],
+        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
+        128: [Tile(32, 64, 8, 2)],
         256: [Tile(32, 32, 8, 1)],
     },
-    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
+    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(32, 32, 8, 1)]},
 }
 # 64 KiB of shared memory, wavefronts of 64: four of them have the registers for 64 x 64.
 _AMD = {
