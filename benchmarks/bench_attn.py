@@ -1,6 +1,7 @@
 """Relative attention by every way there is: time, share of the machine's own rate, memory, what ours gains.
 
     python benchmarks/bench_attn.py --klen 3800
+    python benchmarks/bench_attn.py --device cuda
 
 Each way is checked against the float64 reference before it is timed; a wrong one is named so and gets no
 speed-up. A way that cannot run is a row that says why. Columns are explained in benchmarks/README.md.
@@ -22,11 +23,14 @@ from typing import Any
 import measure
 import torch
 from measure import BACKWARD, DECODE, DTYPES, FORWARD, TRAIN, Problem, Task
-from rivals import RIVALS, Attend, Way, ours
+from rivals import GPU_RIVALS, RIVALS, Attend, Way, ours
 from torch import Tensor
 from tqdm import tqdm
 
 from txl_kernels import backends, rel_attention
+
+# What a problem is unless the command line says otherwise.
+DEFAULTS = {"cpu": Problem(), "cuda": measure.GPU_HEADLINE[64]}
 
 PASSES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, TRAIN), "decode": (DECODE,)}
 
@@ -36,6 +40,7 @@ ERROR_BOUND = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 5e-2, "float16": 5
 # Of more visible pairs than this, some heads are checked instead of all: float64 on a CPU takes its time.
 CHECKED_PAIRS = 60_000_000
 CHECKED_ROWS = 256  # queries at a time, so that the check itself needs little memory
+SHOWN_KERNELS = 8  # of a GPU, per way; the JSON has all of them
 
 
 @dataclass
@@ -55,6 +60,8 @@ class Row:
     copy_fraction: float | None = None
     extra_bytes: int | None = None
     speedup: float | None = None  # of ours over this way
+    kernel: str | None = None  # of PyTorch's, where it has several
+    gpu_kernels: dict[str, float] | None = None  # seconds of each; of ours
 
 
 @dataclass
@@ -63,7 +70,7 @@ class Result:
 
     problem: Problem
     which: str
-    rate: float  # FLOP/s of the product 2048^3; for decode, bytes/s of a copy
+    rate: float  # FLOP/s of the machine's own product; for decode, bytes/s of a copy
     checked_heads: list[int]
     rows: list[Row]
 
@@ -173,12 +180,14 @@ class Bench:
         results = [self._one_pass(problem, which) for which in passes]
         if self.memory:
             self._measure_memory(results)
+        if problem.on_gpu:
+            self._measure_kernels(results)
         return results
 
     def _one_pass(self, problem: Problem, which: str) -> Result:
         sets = measure.input_sets(problem, which)
         truth = Truth(problem, which, sets[0])
-        yardstick, per_call = measure.gemm_task(problem), measure.gemm_flops()
+        yardstick, per_call = measure.gemm_task(problem), measure.gemm_flops(problem.device)
         yardstick.run()
         gemm_rate = per_call / yardstick.seconds()
         if which == DECODE:
@@ -212,13 +221,27 @@ class Bench:
         try:
             if way.name not in self._built:
                 self._built[way.name], _ = way.build(truth.problem)
-            task = measure.attention_task(self._built[way.name], truth.problem, truth.which, sets)
+            row.kernel = way.kernel(truth.problem)
+            task = measure.timed_task(self._built[way.name], truth.problem, truth.which, sets)
             row.error = truth.error(task.run(), way.position)
         except Exception as error:  # whatever a way dies of
             row.reason = why(error)
             return None
         row.wrong = row.error > ERROR_BOUND[truth.problem.dtype]
         return None if row.wrong else task
+
+    def _measure_kernels(self, results: list[Result]) -> None:
+        """Adds `gpu_kernels` to ours. After all timing: the profiler may leave launches slower."""
+        for result in results:
+            problem, which = result.problem, result.which
+            rows = [row for row in result.rows if row.ours and row.seconds]
+            sets = measure.input_sets(problem, which) if rows else []
+            for row in rows:
+                try:
+                    task = measure.timed_task(self._built[row.way], problem, which, sets)
+                    row.gpu_kernels = measure.gpu_kernels(task)
+                except (AssertionError, RuntimeError) as error:  # it does not work everywhere
+                    self.bar.write(f"no times by kernel: {why(error)}", file=sys.stderr)
 
     def _measure_memory(self, results: list[Result]) -> None:
         """Adds `extra_bytes` to every row that was timed. One process per way covers its passes."""
@@ -288,8 +311,8 @@ def probe(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
 
 def _probe_pass(way: Way, attend: Attend, problem: Problem, which: str) -> int:
     task = measure.attention_task(attend, problem, which, [problem.inputs()])
-    if way.compiled:
-        task.run()  # compiles, for these sizes
+    if way.compiled or problem.on_gpu:
+        task.run()  # compiles and tunes, for these sizes
     else:
         # Loads libraries and starts threads, and leaves nothing behind that the real sizes could use.
         small = replace(problem, qlen=min(problem.qlen, 32), klen=min(problem.klen, 64))
@@ -312,9 +335,10 @@ def run_probe(text: str) -> int:
 def table(result: Result) -> str:
     """A result as lines to read. A way without figures has a note across the columns."""
     decode = result.which == DECODE
-    rate_titles = ("GB/s", "of copy") if decode else ("GFLOP/s", "of gemm")
+    unit, _ = _flops_unit(result.problem)
+    rate_titles = ("GB/s", "of copy") if decode else (f"{unit}FLOP/s", "of gemm")
     names = [row.way + (" *" if row.ours else "") for row in result.rows]
-    figures = [None if _note(row, result) else _figures(row, decode) for row in result.rows]
+    figures = [None if _note(row, result) else _figures(row, result) for row in result.rows]
     titles = ("ms", *rate_titles, "extra MB", "error", "ours is")
     widths = [max(map(len, column)) for column in zip(titles, *filter(None, figures), strict=True)]
     name_width = max(map(len, names))
@@ -323,11 +347,37 @@ def table(result: Result) -> str:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         return "  ".join((name.ljust(name_width), *padded)).rstrip()
 
-    rate = f"copy {result.rate / 1e9:.1f} GB/s" if decode else f"gemm 2048^3 {result.rate / 1e9:.1f} GFLOP/s"
-    lines = [f"{result.which}: {result.problem}; {rate}", line("", titles)]
+    lines = [f"{result.which}: {result.problem}; {_machine_rate(result)}", line("", titles)]
     for row, name, cells in zip(result.rows, names, figures, strict=True):
-        lines.append(line(name, cells) if cells else f"{name:<{name_width}}  {_note(row, result)}")
+        kernel = f"  by {row.kernel}" if row.kernel else ""
+        lines.append(line(name, cells) + kernel if cells else f"{name:<{name_width}}  {_note(row, result)}")
+    for row in result.rows:
+        if row.gpu_kernels:
+            longest = list(row.gpu_kernels.items())[:SHOWN_KERNELS]
+            parts = ", ".join(f"{name} {seconds * 1e3:.4f}" for name, seconds in longest)
+            lines.append(f"{row.way}, ms by kernel: {parts}")
     return "\n".join(lines)
+
+
+def tiles() -> list[str]:
+    """What the Triton backend measured and chose in this process. Other calls ran with the defaults."""
+    if not backends()["triton"].available:
+        return []
+    from txl_kernels import triton
+
+    return triton.tuned()
+
+
+def _flops_unit(problem: Problem) -> tuple[str, float]:
+    return ("T", 1e12) if problem.on_gpu else ("G", 1e9)
+
+
+def _machine_rate(result: Result) -> str:
+    if result.which == DECODE:
+        graph = ", times in a CUDA graph" if result.problem.on_gpu else ""
+        return f"copy {result.rate / 1e9:.1f} GB/s{graph}"
+    unit, size = _flops_unit(result.problem)
+    return f"gemm {measure.gemm_size(result.problem.device)}^3 {result.rate / size:.1f} {unit}FLOP/s"
 
 
 def _note(row: Row, result: Result) -> str | None:
@@ -337,10 +387,14 @@ def _note(row: Row, result: Result) -> str | None:
     return row.reason
 
 
-def _figures(row: Row, decode: bool) -> tuple[str, ...]:
-    rate, fraction = (row.gbytes, row.copy_fraction) if decode else (row.gflops, row.gemm_fraction)
+def _figures(row: Row, result: Result) -> tuple[str, ...]:
+    if result.which == DECODE:
+        rate, fraction = row.gbytes, row.copy_fraction
+    else:
+        rate, fraction = row.gflops * 1e9 / _flops_unit(result.problem)[1], row.gemm_fraction
+    digits = 0 if row.seconds >= 1 else 4 if result.problem.on_gpu else 2  # a GPU's may be microseconds
     return (
-        f"{row.seconds * 1e3:.{2 if row.seconds < 1 else 0}f}",
+        f"{row.seconds * 1e3:.{digits}f}",
         f"{rate:.1f}",
         f"{fraction:.0%}",
         "?" if row.extra_bytes is None else f"{row.extra_bytes / 1e6:.1f}",
@@ -351,7 +405,7 @@ def _figures(row: Row, decode: bool) -> tuple[str, ...]:
 
 def write_json(path: Path, args: argparse.Namespace, results: list[Result], about: dict[str, Any]) -> None:
     content = {
-        "machine": about,
+        "machine": about | ({} if args.device == "cpu" else {"tiles": tiles()}),
         "arguments": {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
         },
@@ -417,12 +471,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="Example: python benchmarks/bench_attn.py --sweep 475 950 1900 3800 --plot attention.png",
     )
     whole = _positive(int)
-    parser.add_argument("--klen", type=whole, default=3800, help="keys: memory and segment (3800)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--klen", type=whole, help=f"keys: memory and segment ({_default('klen')})")
     parser.add_argument("--qlen", type=whole, help="queries, at most klen (half of klen; decode: 1)")
-    parser.add_argument("--batch", type=whole, default=1, help="(1)")
-    parser.add_argument("--heads", type=whole, default=8, help="(8)")
-    parser.add_argument("--d-head", type=whole, default=64, help="numbers per head (64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(float32)")
+    parser.add_argument("--batch", type=whole, help=f"({_default('batch')})")
+    parser.add_argument("--heads", type=whole, help=f"({_default('heads')})")
+    parser.add_argument("--d-head", type=whole, help=f"numbers per head ({_default('d_head')})")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"({_default('dtype')})")
     parser.add_argument("--clamp-len", type=whole, help="the last distance with a row of r to itself (none)")
     parser.add_argument(
         "--pass",
@@ -433,13 +488,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "than the caches, against the rate of a copy (both)",
     )
     parser.add_argument(
-        "--backends", nargs="*", metavar="NAME", help="of ours (every fused one that can run)"
+        "--backends",
+        nargs="*",
+        metavar="NAME",
+        help="of ours (every fused one that can run; on a GPU triton and cuda)",
     )
     names = [way.name for way in RIVALS]
     parser.add_argument(
-        "--rivals", nargs="*", metavar="NAME", default=names, help=f"from {', '.join(names)} (all)"
+        "--rivals",
+        nargs="*",
+        metavar="NAME",
+        help=f"from {', '.join(names)} (all; on a GPU from {GPU_RIVALS[0].name} on)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
     parser.add_argument("--repeat", type=whole, default=7, help="samples; the median is reported (7)")
     parser.add_argument(
@@ -467,6 +527,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
 
+    device = args.device.split(":")[0]
+    if device not in DEFAULTS:
+        parser.error(f"--device: got {args.device}, needs cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: got {args.device}, but torch {torch.__version__} sees no CUDA device")
+    for name in ("klen", "batch", "heads", "d_head", "dtype"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(DEFAULTS[device], name))
+    if args.rivals is None:
+        args.rivals = [way.name for way in (RIVALS if device == "cpu" else GPU_RIVALS)]
     if unknown := [name for name in args.rivals if name not in names]:
         parser.error(f"--rivals: got {', '.join(unknown)}, needs names from {', '.join(names)}")
     if unknown := [name for name in args.backends or [] if name not in backends()]:
@@ -475,11 +545,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--backends, --rivals: got no name, needs at least one")
     if args.qlen is not None and args.qlen > args.klen and not args.sweep:
         parser.error(f"--qlen: got {args.qlen}, needs at most klen, {args.klen}")
-    device = args.device.split(":")[0]
-    if device not in ("cpu", "cuda"):
-        parser.error(f"--device: got {args.device}, needs cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device: got {args.device}, but torch {torch.__version__} sees no CUDA device")
     for path in filter(None, (args.json, args.plot)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path}: the folder does not exist")  # now, and not after all the work
@@ -489,6 +554,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         except ImportError as error:
             parser.error(f"--plot: {error}; pip install -e '.[bench]'")
     return args
+
+
+def _default(name: str) -> str:
+    values = [getattr(problem, name) for problem in DEFAULTS.values()]
+    return str(values[0]) if len(set(values)) == 1 else "{}; on a GPU {}".format(*values)
 
 
 def _positive(number: type) -> Any:
@@ -522,8 +592,11 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     ]
 
 
-def our_ways(names: list[str] | None) -> list[Way]:
-    """The named backends; by default the fused ones that can run, or all for their reasons if none can."""
+def our_ways(names: list[str] | None, device: str) -> list[Way]:
+    """The named backends; by default the fused ones that can run, or all for their reasons if none can. On a
+    GPU both that are made for it, in any case."""
+    if names is None and device != "cpu":
+        names = ["triton", "cuda"]
     if names is None:
         fused = [info for name, info in backends().items() if name != "reference"]
         names = [info.name for info in fused if info.available] or [info.name for info in fused]
@@ -543,6 +616,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_probe(args.probe)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.device != "cpu":
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     about = describe(args.device)
     print(
         f"{about['gpu'] or about['cpu']}, {about['threads']} threads, torch {about['torch']}, "
@@ -550,7 +625,7 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     wanted = [way for way in RIVALS if way.name in args.rivals]
-    bench = Bench(our_ways(args.backends) + wanted, args.repeat, args.budget, args.memory)
+    bench = Bench(our_ways(args.backends, args.device) + wanted, args.repeat, args.budget, args.memory)
     results: list[Result] = []
     for problem in problems(args):
         for result in bench.run(problem, PASSES[args.which]):
@@ -558,6 +633,8 @@ def main(argv: list[str] | None = None) -> int:
             bench.bar.clear()
             print("\n" + table(result), flush=True)
     bench.bar.close()
+    if args.device != "cpu":
+        print("\n" + "\n".join(["Tiles chosen by measuring:", *(tiles() or ["none"])]))
     print(
         "\n* ours. Errors are against the float64 reference. sdpa-no-position does less: a floor, no rival."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ FORWARD, BACKWARD, TRAIN, DECODE = "forward", "backward", "forward+backward", "d
 PRODUCTS = {FORWARD: (2, 1), BACKWARD: (5, 3), TRAIN: (7, 4), DECODE: (2, 1)}
 
 GEMM_SIZE = 2048
+GPU_GEMM_SIZE = 8192
 SHORTEST_SAMPLE = 0.02  # seconds; shorter calls are repeated within one sample
 FEWEST_SAMPLES = 3
 MIB = 2**20
@@ -114,6 +116,10 @@ class Problem:
     def _randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=generator, device=self.device).to(self.torch_dtype)
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
     def __str__(self) -> str:
         clamp = "" if self.clamp_len is None else f", clamp {self.clamp_len}"
         sizes = f"B {self.batch}, H {self.heads}, L {self.qlen}, K {self.klen}, D {self.d_head}"
@@ -131,42 +137,71 @@ SHAPES = {
     "clamped": Problem(1900, 3800, clamp_len=1000),
     "decode": Problem(1, 3800),
 }
+# The same for GPUs: 64 heads in all, 16 to a batch entry; by the head dimension.
+GPU_HEADLINE = {
+    d_head: Problem(2048, 4096, batch=4, heads=16, d_head=d_head, dtype="bfloat16", device="cuda")
+    for d_head in (64, 128)
+}
+GPU_DECODE = {
+    d_head: replace(problem, qlen=1, klen=3800, batch=64) for d_head, problem in GPU_HEADLINE.items()
+}
 
 # ---- Time ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Task:
-    """Something to time: `setup` runs off the clock before each call and hands its result to `call`."""
+    """Something to time: `setup` runs off the clock before each call and hands its result to `call`.
+
+    passes: how often one call does what is to be timed; times are of one of them.
+    evicts: a call reads more than the caches hold, so that the next one finds nothing of its own in them.
+    """
 
     call: Callable[[Any], Any]
     setup: Callable[[], Any] = field(default=lambda: None)
     fewest_calls: int = 1
     device: str = "cpu"
+    passes: int = 1
+    evicts: bool = False
 
     def run(self) -> Any:
         return self.call(self.setup())
 
     def seconds(self, calls: int = 1) -> float:
-        """Mean time of `calls` calls, in seconds."""
+        """Mean time of a pass over `calls` calls, in seconds."""
+        if self.device != "cpu":
+            return self._seconds_on_gpu(calls)
         total = 0.0
         for _ in range(calls):
             state = self.setup()
             total += self._clock(state)
-        return total / calls
+        return total / calls / self.passes
 
     def _clock(self, state: Any) -> float:
-        if self.device == "cpu":
-            start = time.perf_counter()
-            self.call(state)
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
+        start = time.perf_counter()
         self.call(state)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return time.perf_counter() - start
+
+    def _seconds_on_gpu(self, calls: int) -> float:
+        """By CUDA events around every call. As in triton.testing.do_bench, each call finds an L2 cache that
+        holds none of its inputs; emptying it also keeps the GPU busy while the call is being launched."""
+        events = []
+        for _ in range(calls):
+            state = self.setup()
+            if not self.evicts:
+                _l2_eraser(self.device).zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.call(state)
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in events) / 1e3 / calls / self.passes
+
+
+@functools.cache
+def _l2_eraser(device: str) -> Tensor:
+    return torch.empty(beyond_caches(device), dtype=torch.uint8, device=device)
 
 
 def attention_task(
@@ -196,22 +231,65 @@ def attention_task(
     return Task(lambda _: gradients(attend(*leaves)), device=problem.device)
 
 
+def graph_task(attend: Callable[..., Tensor], problem: Problem, sets: list[tuple[Tensor, ...]]) -> Task:
+    """The forward pass on a GPU as a CUDA graph of one pass over every input set, the host's part left out.
+
+    A call replays it and returns the first set's output.
+    """
+
+    def over_all_sets() -> tuple[Tensor]:
+        first, *_ = [attend(*inputs) for inputs in sets]
+        return (first,)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.stream(stream):  # compiles and allocates: not while a graph is being captured
+            over_all_sets()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            result = over_all_sets()
+
+    def replay(_: None) -> tuple[Tensor]:
+        graph.replay()
+        return result
+
+    return Task(replay, device=problem.device, passes=len(sets), evicts=True)
+
+
+def timed_task(
+    attend: Callable[..., Tensor], problem: Problem, which: str, sets: list[tuple[Tensor, ...]]
+) -> Task:
+    """As `attention_task`; decoding on a GPU as a CUDA graph, for its kernels take less than their launch."""
+    if which == DECODE and problem.on_gpu:
+        return graph_task(attend, problem, sets)
+    return attention_task(attend, problem, which, sets)
+
+
 def gemm_task(problem: Problem) -> Task:
-    """The machine's own matrix product, 2048^3, in the problem's dtype."""
+    """The machine's own matrix product, 2048^3 (on a GPU 8192^3), in the problem's dtype."""
     options = {"dtype": problem.torch_dtype, "device": problem.device}
-    a, b, c = (torch.ones(GEMM_SIZE, GEMM_SIZE, **options) for _ in range(3))
+    size = gemm_size(problem.device)
+    # A GPU slows down for numbers that make it work: there it gets random ones.
+    fill = torch.randn if problem.on_gpu else torch.ones
+    a, b, c = (fill(size, size, **options) for _ in range(3))
     return Task(lambda _: torch.mm(a, b, out=c), device=problem.device)
 
 
-def gemm_flops() -> int:
-    return 2 * GEMM_SIZE**3
+def gemm_size(device: str) -> int:
+    return GEMM_SIZE if device == "cpu" else GPU_GEMM_SIZE
+
+
+def gemm_flops(device: str = "cpu") -> int:
+    return 2 * gemm_size(device) ** 3
 
 
 def copy_task(device: str) -> tuple[Task, int]:
     """A copy between buffers larger than the caches, and its bytes: those read and written, as in STREAM."""
     source = torch.ones(beyond_caches(device), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return Task(lambda _: target.copy_(source), device=device), 2 * source.numel()
+    return Task(lambda _: target.copy_(source), device=device, evicts=True), 2 * source.numel()
 
 
 def interleave(
@@ -230,7 +308,7 @@ def interleave(
 
     def finished(name: str) -> bool:
         taken = samples[name]
-        spent = sum(taken) * calls[name]
+        spent = sum(taken) * calls[name] * tasks[name].passes
         return spent >= budget and (len(taken) >= FEWEST_SAMPLES or taken[-1] >= budget)
 
     for _ in range(repeat):
@@ -243,7 +321,7 @@ def interleave(
 
 def calls_per_sample(task: Task) -> int:
     """Calls that make a sample long enough to time well. This first call also warms the task up."""
-    once = task.seconds()
+    once = task.seconds() * task.passes
     return max(
         task.fewest_calls, math.ceil(SHORTEST_SAMPLE / max(once, 1e-6)) if once < SHORTEST_SAMPLE else 1
     )
@@ -257,7 +335,7 @@ def input_sets(problem: Problem, which: str) -> list[tuple[Tensor, ...]]:
 
 def beyond_caches(device: str) -> int:
     """A number of bytes well beyond the last cache."""
-    return max(4 * last_cache_bytes(device), 256 * MIB)
+    return max(4 * last_cache_bytes(device), 256 * MIB if device == "cpu" else 512 * MIB)
 
 
 def last_cache_bytes(device: str) -> int:
@@ -267,6 +345,18 @@ def last_cache_bytes(device: str) -> int:
         path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     ]
     return max((int(size[:-1]) * {"K": 2**10, "M": MIB}[size[-1]] for size in sizes), default=64 * MIB)
+
+
+def gpu_kernels(task: Task) -> dict[str, float]:
+    """Seconds that each GPU kernel of one pass takes, longest first, as torch's profiler sees them."""
+    task.run()
+    state = task.setup()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        task.call(state)
+        torch.cuda.synchronize()
+    seconds = {e.key: e.self_device_time_total / 1e6 / task.passes for e in profiler.key_averages()}
+    return {name: s for name, s in sorted(seconds.items(), key=lambda item: -item[1]) if s > 0}
 
 
 def median(samples: list[float]) -> float:
@@ -279,7 +369,9 @@ def median(samples: list[float]) -> float:
 def free_memory(device: str) -> int:
     """Bytes a new tensor could take."""
     if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch holds and does not use it can give out again.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     free = _proc_kib("/proc/meminfo", "MemAvailable") or os.sysconf("SC_PHYS_PAGES") * os.sysconf(
         "SC_PAGE_SIZE"
     )
@@ -356,7 +448,7 @@ def _proc_kib(file: str, key: str) -> int | None:
 
 def machine(device: str) -> dict[str, Any]:
     """Where and with what the figures were taken."""
-    return {
+    about = {
         "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -368,6 +460,33 @@ def machine(device: str) -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    return about if device == "cpu" else about | gpu(device)
+
+
+def gpu(device: str) -> dict[str, Any]:
+    import triton
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "gpu_memory_mib": properties.total_memory // MIB,
+        "l2_cache_mib": properties.L2_cache_size // MIB,
+        "driver": nvidia_driver(),
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
+
+
+def nvidia_driver() -> str | None:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:  # in a container or a virtual machine, perhaps
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            return None
 
 
 def cpu_model() -> str:

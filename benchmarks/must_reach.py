@@ -1,7 +1,8 @@
-"""The figures the CPU backend has to reach, each measured here and now and compared with its target.
+"""The figures our backends have to reach, each measured here and now and compared with its target.
 
     python benchmarks/must_reach.py
     python benchmarks/must_reach.py --rows forward decode --repeat 31
+    python benchmarks/must_reach.py --device cuda       # the Triton backend's, which are meant for an H200
 
 Every figure is a ratio of medians, taken in turns within one run, so that neither the machine nor its mood
 matters: over torch's own product 2048^3 in the same dtype, a copy, another way, or ours on another problem.
@@ -11,6 +12,7 @@ Exit status 1 if a figure that could be measured is missed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -20,14 +22,15 @@ from typing import Any
 
 import measure
 import torch
-from bench_attn import ERROR_BOUND, Truth, describe, extra_memory, why
-from measure import DECODE, FORWARD, SHAPES, TRAIN, Problem, Task
-from rivals import RIVALS, Way, ours
+from bench_attn import ERROR_BOUND, Truth, describe, extra_memory, tiles, why
+from measure import DECODE, FORWARD, GPU_DECODE, GPU_HEADLINE, SHAPES, TRAIN, Problem, Task
+from rivals import RIVALS, Way, floor_kernel, ours
 
 HEADLINE = SHAPES["headline"]
-BACKEND = ours("cpu")
+BACKEND, GPU_BACKEND = ours("cpu"), ours("triton")
 PEERS = {way.name: way for way in RIVALS}
-
+FLOOR = "sdpa-no-position"
+GPU_PEERS = (FLOOR, "flex-compiled", "shift-compiled")
 
 PATIENCE = 20.0  # seconds after which a peer has been sampled enough
 
@@ -50,11 +53,15 @@ class Figure:
         return value >= self.target if self.at_least else value <= self.target
 
 
+def our_way(problem: Problem) -> Way:
+    return GPU_BACKEND if problem.on_gpu else BACKEND
+
+
 def checked(way: Way, problem: Problem, which: str) -> Task:
     """The task of one way, after a look at its numbers: one head against the float64 reference."""
     sets = measure.input_sets(problem, which)
-    task = measure.attention_task(way.build(problem)[0], problem, which, sets)
-    error = Truth(problem, which, sets[0], heads=[problem.heads - 1]).error(task.run())
+    task = measure.timed_task(way.build(problem)[0], problem, which, sets)
+    error = Truth(problem, which, sets[0], heads=[problem.heads - 1]).error(task.run(), way.position)
     if not error <= ERROR_BOUND[problem.dtype]:
         raise ArithmeticError(f"{way.name} is WRONG on {which} {problem}: relative error {error:.1e}")
     return task
@@ -69,8 +76,9 @@ def gemm_fraction(problem: Problem, which: str) -> Callable[[int], float]:
     """Useful operations per second over those of the machine's own matrix product."""
 
     def value(repeat: int) -> float:
-        took = medians({"gemm": measure.gemm_task(problem), "ours": checked(BACKEND, problem, which)}, repeat)
-        return problem.flops(which) / took["ours"] / (measure.gemm_flops() / took["gemm"])
+        tasks = {"gemm": measure.gemm_task(problem), "ours": checked(our_way(problem), problem, which)}
+        took = medians(tasks, repeat)
+        return problem.flops(which) / took["ours"] / (measure.gemm_flops(problem.device) / took["gemm"])
 
     return value
 
@@ -80,7 +88,7 @@ def copy_fraction(problem: Problem) -> Callable[[int], float]:
 
     def value(repeat: int) -> float:
         copy, copied = measure.copy_task(problem.device)
-        took = medians({"copy": copy, "ours": checked(BACKEND, problem, DECODE)}, repeat)
+        took = medians({"copy": copy, "ours": checked(our_way(problem), problem, DECODE)}, repeat)
         return problem.cache_bytes() / took["ours"] / (copied / took["copy"])
 
     return value
@@ -104,26 +112,68 @@ def speedup(which: str, *names: str) -> Callable[[int], float]:
     """Time of the fastest of these peers over ours. One that cannot run does not compete."""
 
     def value(repeat: int) -> float:
-        torch._dynamo.reset()
-        tasks, reasons = {"ours": checked(BACKEND, HEADLINE, which)}, []
-        for name in names:
-            try:
-                tasks[name] = checked(PEERS[name], HEADLINE, which)
-            except Exception as error:
-                reasons.append(f"{name}: {why(error)}")
-        if len(tasks) == 1:
-            raise Skipped("; ".join(reasons))
-        took = medians(tasks, repeat)
+        took, reasons = race(HEADLINE, which, names, repeat)
+        if len(took) == 1:
+            raise Skipped("; ".join(reasons.values()))
         return min(seconds for name, seconds in took.items() if name != "ours") / took["ours"]
 
     return value
+
+
+def race(
+    problem: Problem, which: str, names: tuple[str, ...], repeat: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Times of ours and of these peers, taken in turns; and why those that are missing are."""
+    torch._dynamo.reset()
+    tasks, reasons = {"ours": checked(our_way(problem), problem, which)}, {}
+    for name in names:
+        try:
+            tasks[name] = checked(PEERS[name], problem, which)
+        except Exception as error:
+            reasons[name] = f"{name}: {why(error)}"
+    return medians(tasks, repeat), reasons
+
+
+gpu_race = functools.cache(race)  # one for all figures of a problem: it compiles for a while
+
+
+def gpu_speedup(problem: Problem, which: str, name: str) -> Callable[[int], float]:
+    """Time of a peer over ours."""
+
+    def value(repeat: int) -> float:
+        took, reasons = gpu_race(problem, which, GPU_PEERS, repeat)
+        if name not in took:
+            raise Skipped(reasons[name])
+        return took[name] / took["ours"]
+
+    return value
+
+
+def over_flash(problem: Problem, which: str) -> Callable[[int], float]:
+    """Our time over that of flash attention, which has no position term."""
+
+    def value(repeat: int) -> float:
+        if (kernel := floor_kernel(problem)).name != "FLASH_ATTENTION":
+            raise Skipped(f"the floor is {kernel.name} here")
+        return 1 / gpu_speedup(problem, which, FLOOR)(repeat)
+
+    return value
+
+
+def memory_growth(longer: Problem, shorter: Problem) -> Callable[[int], float]:
+    """Memory of a longer training step over that of a shorter one, each by its L + K: 1 if it is linear."""
+
+    def per_row(problem: Problem, repeat: int) -> float:
+        return megabytes(problem)(repeat) / (problem.qlen + problem.klen)
+
+    return lambda repeat: per_row(longer, repeat) / per_row(shorter, repeat)
 
 
 def megabytes(problem: Problem) -> Callable[[int], float]:
     """Peak memory of forward + backward beyond inputs and gradients."""
 
     def value(repeat: int) -> float:
-        taken = extra_memory(BACKEND, problem, [TRAIN])
+        taken = extra_memory(our_way(problem), problem, [TRAIN])
         if not taken:
             raise RuntimeError("the process that measures it came to grief: bench_attn.py shows why")
         return taken[TRAIN] / 1e6
@@ -176,6 +226,42 @@ FIGURES = (
     ),
 )
 
+LONG = replace(GPU_HEADLINE[64], batch=1, qlen=32768, klen=65536)
+FLASH = "time of flash"
+GPU_FIGURES = (
+    *(
+        figure
+        for d_head, problem in GPU_HEADLINE.items()
+        for name, which, at_most in (("forward", FORWARD, 2.0), ("train", TRAIN, 2.2))
+        for figure in (
+            Figure(f"{name}, D {d_head}", at_most, FLASH, over_flash(problem, which), at_least=False),
+            Figure(
+                f"{name} over flex-compiled, D {d_head}",
+                2.5,
+                "its speed",
+                gpu_speedup(problem, which, "flex-compiled"),
+            ),
+            Figure(
+                f"{name} over shift-compiled, D {d_head}",
+                8,
+                "its speed",
+                gpu_speedup(problem, which, "shift-compiled"),
+            ),
+        )
+    ),
+    *(
+        Figure(f"decode, B 64, D {d_head}", 0.75, "copy rate", copy_fraction(problem))
+        for d_head, problem in GPU_DECODE.items()
+    ),
+    Figure(
+        "memory per row, train 32768 x 65536",
+        1.1,
+        "2048 x 4096's",
+        memory_growth(LONG, replace(LONG, qlen=2048, klen=4096)),
+        at_least=False,
+    ),
+)
+
 
 def run(figure: Figure, repeat: int) -> dict[str, Any]:
     """A figure as a line of the report: `verdict` is pass, MISSED, skipped or FAILED, `note` its reason."""
@@ -198,7 +284,13 @@ def text(line: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure the figures the CPU backend has to reach and compare them with their targets."
+        description="Measure the figures our backends have to reach and compare them with their targets."
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu: the CPU backend's figures; cuda: the Triton backend's (cpu)",
     )
     parser.add_argument(
         "--rows", nargs="+", metavar="TEXT", help="only figures whose name begins with one of these"
@@ -210,22 +302,30 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.repeat < 1:
         parser.error(f"--repeat: got {args.repeat}, needs at least 1")
-    figures = [f for f in FIGURES if args.rows is None or f.name.startswith(tuple(args.rows))]
+    of_device = FIGURES if args.device == "cpu" else GPU_FIGURES
+    figures = [f for f in of_device if args.rows is None or f.name.startswith(tuple(args.rows))]
     if not figures:
-        parser.error(f"--rows: none of {', '.join(f.name for f in FIGURES)} begins so")
+        parser.error(f"--rows: none of {', '.join(f.name for f in of_device)} begins so")
     if args.list:
         for figure in figures:
             print(f"{figure.name:<36} {'>=' if figure.at_least else '<='} {figure.target:g} {figure.of}")
         return 0
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: got cuda, but torch {torch.__version__} sees no CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = describe("cpu")
-    print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, level {cpu_level()}")
+    about = describe(args.device)
+    if args.device == "cpu":
+        print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, level {cpu_level()}")
+    else:
+        print(f"{about['gpu']}, torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}")
     lines = []
     for figure in figures:
         lines.append(run(figure, args.repeat))
         print(text(lines[-1]), flush=True)
+    if args.device == "cuda":
+        about["tiles"] = tiles()
     if args.json:
         args.json.write_text(json.dumps({"machine": about, "figures": lines}, indent=1) + "\n")
     return 1 if any(line["verdict"] in ("MISSED", "FAILED") for line in lines) else 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from measure import BACKWARD, TRAIN, Problem
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -38,12 +39,14 @@ class Way:
     build: the function for one problem, and the tensors it keeps for it (masks), which count as memory.
     needs: an estimate of the bytes one pass takes, to refuse what cannot fit before trying it.
     work: an estimate of the floating-point operations, where they are far above the useful ones.
+    kernel: which of its kernels PyTorch runs, where it has several and they differ.
     """
 
     name: str
     build: Callable[[Problem], tuple[Attend, list[Tensor]]]
     needs: Callable[[Problem, str], int] = no_demand
     work: Callable[[Problem, str], int] = no_demand
+    kernel: Callable[[Problem], str | None] = lambda problem: None
     ours: bool = False
     compiled: bool = False
     position: bool = True  # False: leaves the position term out, so it is a floor and no rival
@@ -187,14 +190,40 @@ def _build_flex(problem: Problem) -> tuple[Attend, list[Tensor]]:
 
 
 def _build_floor(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    if problem.on_gpu:
+        backend = floor_kernel(problem)
+
+        def on_gpu(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return _sdpa(q, k, v)
+
+        return on_gpu, []
     if problem.qlen == 1:  # the one query sees every key
         return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v), []
     if problem.qlen == problem.klen:
         return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True), []
-    if problem.device == "cpu":
-        return lambda q, k, v, *_: _MemoryAndSegment.apply(q, k, v), []
-    mask = causal_lower_right(problem.qlen, problem.klen)
-    return lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), []
+    return lambda q, k, v, *_: _MemoryAndSegment.apply(q, k, v), []
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, the last query at the last key: `is_causal=True` would put the first query at the first key."""
+    L, K = q.shape[2], k.shape[2]
+    mask = None if L == 1 else causal_lower_right(L, K)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@functools.cache
+def floor_kernel(problem: Problem) -> SDPBackend:
+    """The first of PyTorch's kernels that takes such tensors on this GPU: flash, unless they are float32."""
+    inputs = replace(problem, batch=1, heads=1).inputs()
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                _sdpa(*inputs[:3])
+        except RuntimeError:  # "No available kernel"
+            continue
+        return backend
+    return SDPBackend.MATH
 
 
 class _MemoryAndSegment(torch.autograd.Function):
@@ -233,7 +262,7 @@ def _compile(attend: Attend) -> Attend:
     return torch.compile(attend, dynamic=False)
 
 
-# The factors of `needs` are measured ones, rounded up.
+# The factors of `needs` are those measured on CPUs, rounded up.
 RIVALS = (
     Way("naive", _build_naive, needs=_naive_needs, work=_naive_work),
     Way("published", lambda problem: (published, []), needs=_scores(forward=6, training=8)),
@@ -246,5 +275,12 @@ RIVALS = (
     ),
     Way("sdpa-bias", _build_sdpa_bias, needs=_scores(forward=2.5, training=6)),
     Way("flex-compiled", _build_flex, needs=_scores(forward=1.5, training=3), compiled=True),
-    Way("sdpa-no-position", _build_floor, position=False),
+    Way(
+        "sdpa-no-position",
+        _build_floor,
+        kernel=lambda problem: floor_kernel(problem).name if problem.on_gpu else None,
+        position=False,
+    ),
 )
+# The first two are there to show where the others come from.
+GPU_RIVALS = tuple(way for way in RIVALS if way.name not in ("naive", "published"))

@@ -255,8 +255,8 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         assert largest <= 2 * plain_largest + floor + relative, (
             f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
         )
-        # The mean of a few numbers is as much a matter of luck as the largest of them. And dP - dO.out, where a
-        # softmax is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which
+        # The mean of a few numbers is as much a matter of luck as the largest of them. And dP - dO.out, where
+        # a softmax is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which
         # backward is given, remains.
         lucky = norm < 1e-6 or (few and g.numel() < 32)
         rounded = torch.finfo(dtype).eps if few else torch.finfo(dtype).eps / 2 if "bias" in name else 0.0

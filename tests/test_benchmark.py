@@ -18,6 +18,7 @@ import must_reach
 import rivals
 from measure import BACKWARD, DECODE, FORWARD, TRAIN, Problem
 from rivals import Way
+from torch.nn.attention import SDPBackend
 
 from txl_kernels.reference import visible_keys
 
@@ -210,10 +211,25 @@ def test_bad_arguments(capsys, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(capsys):
+@pytest.mark.parametrize("main", [bench_attn.main, must_reach.main])
+def test_no_gpu(capsys, main):
     with pytest.raises(SystemExit):
-        bench_attn.main([*TINY, "--device", "cuda"])
+        main(["--device", "cuda"])
     assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def test_defaults(monkeypatch):
+    """Of a device: sizes, dtype, rivals."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for arguments, heads, dtype, first in (
+        (["--device", "cpu"], 8, "float32", "naive"),
+        (["--device", "cuda"], 16, "bfloat16", "shift"),
+        (["--device", "cuda:1", "--dtype", "float16", "--heads", "3"], 3, "float16", "shift"),
+    ):
+        args = bench_attn.parse(arguments)
+        (problem,) = bench_attn.problems(args)
+        assert (problem.heads, problem.dtype, args.rivals[0]) == (heads, dtype, first)
+        assert problem.device == args.device and problem.qlen * 2 == problem.klen
 
 
 @pytest.mark.parametrize("main", [bench_attn.main, must_reach.main])
@@ -263,6 +279,13 @@ def test_budget_ends_sampling(monkeypatch):
     assert len(measure.interleave({"": task}, 9, budget=0.5)[""]) == 1
 
 
+def test_a_call_of_several_passes(monkeypatch):
+    task = measure.Task(lambda _: None, passes=4)
+    monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
+    assert task.seconds(3) == 0.25
+    assert len(measure.interleave({"": task}, 9, budget=5.5)[""]) == 6
+
+
 def test_decode_takes_the_sets_in_turn():
     seen = []
     problem = Problem(1, 8, heads=1, d_head=2)
@@ -298,6 +321,38 @@ def test_list_of_figures(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("decode") for line in lines)
     assert all(line.startswith(("forward", "decode")) for line in lines)
+
+
+def test_list_of_a_gpu(capsys):
+    assert must_reach.main(["--list", "--device", "cuda"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert len(names) == len(set(names)) == len(must_reach.GPU_FIGURES)
+
+
+def test_figures_of_a_gpu(monkeypatch):
+    """Side by side with every peer once, however many figures come of it."""
+    problem = Problem(6, 20, heads=2, d_head=8)
+    monkeypatch.setattr(must_reach, "BACKEND", rivals.ours(OURS))
+    monkeypatch.setattr(must_reach, "GPU_PEERS", ("sdpa-no-position", "shift", "naive"))
+    monkeypatch.setitem(must_reach.PEERS, "naive", Way("naive", lambda problem: (not_a_number, [])))
+    speedups = [must_reach.gpu_speedup(problem, FORWARD, name) for name in ("shift", "sdpa-no-position")]
+    first = [speedup(2) for speedup in speedups]
+    assert min(first) > 0 and first == [speedup(2) for speedup in speedups]
+    with pytest.raises(must_reach.Skipped, match="naive is WRONG"):
+        must_reach.gpu_speedup(problem, FORWARD, "naive")(2)
+
+    monkeypatch.setattr(must_reach, "floor_kernel", lambda problem: SDPBackend.FLASH_ATTENTION)
+    assert must_reach.over_flash(problem, FORWARD)(2) == pytest.approx(1 / first[1])
+    monkeypatch.setattr(must_reach, "floor_kernel", lambda problem: SDPBackend.MATH)
+    with pytest.raises(must_reach.Skipped, match="MATH"):
+        must_reach.over_flash(problem, FORWARD)(2)
+
+
+def test_growth_of_memory(monkeypatch):
+    monkeypatch.setattr(
+        must_reach, "extra_memory", lambda way, problem, passes: {TRAIN: problem.qlen * problem.klen}
+    )
+    assert must_reach.memory_growth(Problem(8, 16), Problem(2, 4))(1) == pytest.approx(4)
 
 
 def skipped(repeat):

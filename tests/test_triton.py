@@ -262,7 +262,7 @@ def test_tile_sizes(monkeypatch, tile, sizes, options):
 @pytest.mark.parametrize("dtype", [f32, f16])
 @pytest.mark.parametrize("L", [1, 3, 16, 40])
 def test_keys_and_batch_shared_out(monkeypatch, L, dtype):
-    """As on a GPU of many processors: splits of the keys forward, of the batch for dr; some splits see no key."""
+    """As on a GPU of many processors: the keys are split forward (some splits see none), the batch for dr."""
     monkeypatch.setattr(backend, "_processors", lambda device: 64)
     tensors = inputs(B=2, H=1, L=L, K=700, D=16, N=500, dtype=dtype)
     ranges = key_range((0, 700), (300, 310))

@@ -104,6 +104,14 @@ def _tuner(name: str, tiles: tuple[Tile, ...], arch: int | str | None) -> Any:
 _tuned: dict[tuple[Any, ...], Tile] = {}
 
 
+def tuned() -> list[str]:
+    """The tiles that were measured and chosen in this process, a line each. Other calls took the defaults."""
+    return [
+        f"{kernel} {str(dtype).removeprefix('torch.')} D {D}: {tile}"
+        for (kernel, dtype, _, D, *_), tile in _tuned.items()
+    ]
+
+
 def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **constants: Any) -> Tile:
     """Launches the kernel for a grid, a function of the Tile; returns the one it ran with.
 
@@ -112,12 +120,13 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
     arch = _arch()
     tiles = tuple(configs.candidates(name, constants["D"], dtype.itemsize, arch))
     key = (name, dtype, arch, *constants.values())
-    tile = _tuned.get(key, tiles[0])
+    tuning = configs.autotune()
+    tile = _tuned.get(key, tiles[0]) if tuning else tiles[0]
     tune = (
-        len(tiles) > 1
+        tuning
+        and len(tiles) > 1
         and key not in _tuned
         and pairs >= _TUNE_PAIRS
-        and configs.autotune()
         and not INTERPRETED
         and not torch.cuda.is_current_stream_capturing()
     )
@@ -237,7 +246,7 @@ def forward(
         _launch(
             "decode" if decode else "forward",
             q.dtype,
-            B * H * L * K,
+            B * H * max(L, 64) * K,  # one query reads all keys, as a block of them does
             lambda tile: (triton.cdiv(L, tile.BM) * splits * B * H,),
             *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
             *(_compact(x) for x in (bias_u, bias_v, key_range)),
@@ -381,6 +390,7 @@ def backward(
             dr.copy_(part.sum(0))
 
     du, dv_bias = (
-        q.new_empty(0) if bias is None else sums[n].to(bias.dtype) for n, bias in enumerate((bias_u, bias_v))
+        q.new_empty(0) if bias is None else sums[n].to(bias.dtype, copy=True)
+        for n, bias in enumerate((bias_u, bias_v))
     )
     return dq, dk, dv, dr, du, dv_bias
