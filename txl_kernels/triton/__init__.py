@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from txl_kernels import philox
 from txl_kernels.registry import dense_like
@@ -212,7 +213,7 @@ def forward(
     K = k.shape[2]
     out = dense_like(q)
     lse = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
+    if out.numel() == 0 or isinstance(q, FakeTensor):
         return out, lse
     p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
 
@@ -303,6 +304,9 @@ def backward(
     if q.numel() == 0:  # no query: keys, positions and biases that nobody used
         du, dv_bias = (q.new_zeros(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
         return dq, dk.zero_(), dv.zero_(), dr.zero_(), du, dv_bias
+    if isinstance(q, FakeTensor):
+        du, dv_bias = (q.new_empty(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
+        return dq, dk, dv, dr, du, dv_bias
     p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
     constants = dict(
         D=D,
