@@ -1,0 +1,198 @@
+"""The Triton kernels compile for GPUs that are not here, and into what they should: tensor cores, wide loads,
+shared memory within the part's limit, no spilled registers where the work is."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import INTERPRET, ROOT, bf16, f16, f32
+
+pytest.importorskip("triton")
+if INTERPRET:
+    pytest.skip("TRITON_INTERPRET=1: there is nothing to compile", allow_module_level=True)
+
+import triton_static as static
+from triton_static import SHARED_LIMIT, Case, Report, cases, document, reports, tiles_in
+
+from txl_kernels.triton import configs
+
+PAGE = ROOT / "docs" / "triton_kernels.md"
+
+
+def rows_loaded(case: Case) -> list[int]:
+    """By the tensors of D columns that a step of the near loop loads."""
+    BM, BN = case.tile.BM, case.tile.BN
+    return {
+        "forward": [BN] * 3,  # k, v, r
+        "decode": [BN] * 3,
+        "dq": [BN] * 4,  # k, v, and r for the scores and for dq
+        "dk_dv": [BM] * 3 + [BN] * 2,  # q + u, q + v, dO; two tiles of r
+        "dr": [BM] * 3 + [BN] * 4,  # two of k and of v
+    }[case.kernel]
+
+
+def wide_loads(case: Case) -> int:
+    """Loads of 16 bytes by which a thread does its part of them."""
+    threads = case.tile.num_warps * (32 if isinstance(case.arch, int) else 64)
+    sizes = [rows * configs.block_of_head(case.D) * case.dtype.itemsize for rows in rows_loaded(case)]
+    return sum(-(-size // (16 * threads)) for size in sizes)
+
+
+def assert_sound(case: Case, result: Report | str) -> None:
+    assert not isinstance(result, str), f"{case}: {result}"
+    for arch in case.archs:
+        assert result.shared <= SHARED_LIMIT[arch] * 1024, f"{case}: {result.shared} bytes of shared memory"
+    assert result.tensor_memory <= static.TENSOR_MEMORY_COLUMNS, str(case)
+    near, names = result.loops["near"], result.loops[""].names
+    if case.dtype != f32:
+        assert near.tensor > 0, f"{case}: no tensor-core instruction in the near loop"
+    elif isinstance(case.arch, int):  # IEEE: tensor cores would round to tf32
+        assert result.loops[""].tensor == 0, str(case)
+    else:  # AMD's multiply in float32
+        products = [name for name in names if name.startswith("v_mfma")]
+        assert products and all(name.endswith("_f32") and "xf32" not in name for name in products), str(case)
+    if case.D % 16 == 0:  # all of them, not some
+        assert near.wide >= wide_loads(case), f"{case}: {near.wide} loads of 16 bytes, {near.loads} in all"
+
+
+def defaults(arch, D=64, dtype=bf16, full=False) -> list[Case]:
+    return [
+        Case(kernel, dtype, D, arch, configs.candidates(kernel, D, dtype.itemsize, arch)[0], full=full)
+        for kernel in configs.KERNELS
+    ]
+
+
+# ---- Reading code ------------------------------------------------------------------------------------------
+
+SASS = """
+.text.kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDGSTS.E.BYPASS.LTC128B.128 [R2], desc[UR4][R4.64] ;
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR5], R3 ;
+        /*0030*/              @!P0 BRA `(.L_x_3) ;
+.L_x_1:
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/                   MUFU.EX2 R6, R6 ;
+        /*0060*/              @P1  BRA `(.L_x_0) ;
+.L_x_2:
+        /*0070*/                   LDG.E R7, desc[UR4][R4.64] ;
+        /*0080*/                   STL [R1+0x8], R7 ;
+        /*0090*/                   @!P2 MUFU.EX2 R7, R7 ;
+        /*00a0*/                   BRA.U UP0, `(.L_x_2) ;
+        /*00b0*/                   EXIT ;
+.L_x_3:
+        /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR5], R3 ;
+        /*00d0*/              @!P0 BRA `(.L_x_3) ;
+        /*00e0*/                   BRA `(.L_x_1) ;
+.L_x_4:
+        /*00f0*/                   BRA `(.L_x_4);
+"""
+
+AMDGCN = """
+kernel:                                 ; @kernel
+	s_load_dwordx2 s[0:1], s[2:3], 0x0
+.LBB0_1:                                ; Loop Header: Depth=1
+	s_mov_b32 s4, 0
+.LBB0_2:                                ; Parent Loop BB0_1 Depth=1
+	global_load_dwordx4 v[0:3], v[4:5], off
+	v_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], v[0:15]
+	v_exp_f32_e32 v6, v6
+	s_cbranch_scc1 .LBB0_2
+; %bb.3:
+	scratch_load_dword v7, off, off
+	s_cbranch_vccnz .LBB0_1
+	s_endpgm
+"""
+
+
+def test_loops_of_sass():
+    """The wait for a barrier, out of line, belongs to the loop that it returns to, and is none over tiles."""
+    whole, first, second = static._loops(static.NVIDIA, SASS)
+    assert whole.instructions == 16
+    assert (first.instructions, first.tensor, first.wide, first.loads, first.local) == (9, 1, 1, 1, 0)
+    assert (second.instructions, second.tensor, second.wide, second.loads, second.local) == (4, 0, 0, 1, 1)
+
+
+def test_loops_of_amdgcn():
+    whole, inner = static._loops(static.AMD, AMDGCN)
+    assert (whole.instructions, whole.local) == (9, 1)
+    assert (inner.instructions, inner.tensor, inner.wide, inner.local) == (4, 1, 1, 0)
+
+
+# ---- Defaults ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def default_reports():
+    return reports([*defaults(90), *defaults(80)])
+
+
+def test_defaults_are_sound(default_reports):
+    for case, result in default_reports.items():
+        assert_sound(case, result)
+
+
+def test_defaults_multiply_64_rows_at_a_time_on_hopper(default_reports):
+    for case, result in default_reports.items():
+        names = result.loops["near"].names
+        wide = case.arch == 90 and case.tile.BM == 64
+        assert any(name.startswith("HGMMA") for name in names) == wide, str(case)
+
+
+def test_near_loops_of_the_defaults_hardly_touch_local_memory(default_reports):
+    """Forward and decode not at all, the backward kernels in less than a fifth of it: see configs.py."""
+    for case, result in default_reports.items():
+        near = result.loops["near"]
+        share = near.local / near.instructions
+        assert share == 0 if case.kernel in ("forward", "decode") else share < 0.2, f"{case}: {near.local}"
+
+
+def test_merge_compiles():
+    result = static.merge_report(bf16, 64, 30, 90)
+    assert result.spills == 0
+
+
+def test_a_head_dimension_that_16_bytes_do_not_divide():
+    (case,) = (c for c in defaults(90, D=41) if c.kernel == "forward")
+    assert_sound(case, static.report(case))
+
+
+def test_the_page_lists_the_tiles_in_use():
+    """Not the figures: they depend on Triton's version."""
+    expected = document({case: "not compiled" for case in cases()})
+    assert tiles_in(PAGE.read_text()) == tiles_in(expected), (
+        "docs/triton_kernels.md is out of date: python tests/triton_static.py --write docs/triton_kernels.md"
+    )
+
+
+# ---- Everything --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_everything_that_may_be_chosen_is_sound():
+    found = reports(cases())
+    for case, result in found.items():
+        assert_sound(case, result)
+    for case, result in found.items():
+        share = result.loops["near"].local / result.loops["near"].instructions
+        # Only what the page gives a reason for that is not the number of instructions.
+        assert share < 0.2 or case.D % 8 or case.D > 128 or case.dtype == f32, f"{case}: spills {share:.0%}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [bf16, f32], ids=["bfloat16", "float32"])
+def test_all_options_at_once(dtype):
+    """Dropout, clamped distances and a key range, which is most code and most registers."""
+    for case, result in reports(defaults(90, dtype=dtype, full=True)).items():
+        assert_sound(case, result)
+
+
+@pytest.mark.slow
+def test_what_stands_for_what():
+    """One compilation speaks for another where the page says so."""
+    one, other = (static.report(case) for case in (defaults(80)[0], defaults(86)[0]))
+    assert (one.shared, one.registers) == (other.shared, other.registers)
+    one, other = (static.report(case) for case in (defaults(90, dtype=f32)[0], defaults(100, dtype=f32)[0]))
+    assert one.shared == other.shared
+    one, other = (static.report(case) for case in (defaults(90)[0], defaults(90, dtype=f16)[0]))
+    assert (one.shared, one.loops["near"].tensor) == (other.shared, other.loops["near"].tensor)
