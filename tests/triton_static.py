@@ -408,7 +408,18 @@ range. The first row of a kernel is its default; autotuning measures the others 
 The edge loop has masks, clamped rows and NaN to see to; a few tiles per block of queries or keys go
 through it, and it may spill. Where the near loop does, the last column has the share of its instructions
 that this takes, and why the tile is in the list all the same.
+
+float32 with D > 128 needs more shared memory than parts with 99 KiB of it have (sm_86, sm_89, sm_120): a
+call there ends in Triton's OutOfResources.
 """
+
+
+FEWER = "fewer instructions per pair than tiles without"
+
+
+def per_pair(case: Case, result: Report) -> float:
+    """Instructions that the warps issue in the near loop, over the pairs of a tile."""
+    return result.loops["near"].instructions * case.tile.num_warps / (case.tile.BM * case.tile.BN)
 
 
 def reason(case: Case) -> str:
@@ -423,7 +434,7 @@ def reason(case: Case) -> str:
         return f"operands in registers beside accumulators ({accumulators})"
     if case.D > 128:
         return f"D = {case.D}: {accumulators} registers of accumulators"
-    return "fewer instructions per pair than tiles without"
+    return FEWER
 
 
 def _row(case: Case, result: Report | str) -> str:
@@ -433,13 +444,12 @@ def _row(case: Case, result: Report | str) -> str:
         return f"| {name} | does not compile: {result.splitlines()[0][:80]} |"
     near, edge = result.loops["near"], result.loops["edge"]
     limits = "/".join(str(SHARED_LIMIT[arch]) for arch in case.archs)
-    per_pair = near.instructions * num_warps / (BM * BN)
     cells = [
         result.registers,
         result.spills,
         f"{result.shared / 1024:.0f} of {limits}",
         near.instructions,
-        f"{per_pair:.2f}",
+        f"{per_pair(case, result):.2f}",
         near.tensor,
         near.shuffle,
         near.shared,
@@ -470,14 +480,14 @@ def document(results: dict[Case, Report | str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tiles_in(page: str) -> set[tuple[str, ...]]:
+def tiles_in(page: str) -> list[tuple[str, ...]]:
     """(heading, kernel, tile, warps, stages) of every row."""
-    found, heading = set(), ""
+    found, heading = [], ""
     for line in page.splitlines():
         if line.startswith("## "):
             heading = line[3:]
         elif line.startswith("|") and not line.startswith(("| kernel", "|---")):
-            found.add((heading, *(cell.strip() for cell in line.split("|")[1:5])))
+            found.append((heading, *(cell.strip() for cell in line.split("|")[1:5])))
     return found
 
 

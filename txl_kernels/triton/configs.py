@@ -63,6 +63,8 @@ _HOPPER = {
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
     },
 }
+# Its products keep more of their operands in shared memory.
+_BLACKWELL = {**_HOPPER, "dk_dv": {**_HOPPER["dk_dv"], 128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)]}}
 _AMPERE = {
     "forward": {
         64: [Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 3)],
@@ -128,7 +130,7 @@ def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> li
     elif isinstance(arch, str):
         table = _AMD
     else:
-        table = _HOPPER if 90 <= arch < 120 else _AMPERE
+        table = _BLACKWELL if 100 <= arch < 120 else _HOPPER if 90 <= arch < 100 else _AMPERE
     return next(tiles for largest, tiles in table[kernel].items() if largest >= D)
 
 
