@@ -38,7 +38,7 @@ KERNELS = ("forward", "decode", "dq", "dk_dv", "dr")
 # By the head dimension up to which they hold.
 _HOPPER = {
     "forward": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)],
+        64: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)],
         128: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
@@ -63,8 +63,12 @@ _HOPPER = {
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
     },
 }
-# Its products keep more of their operands in shared memory.
-_BLACKWELL = {**_HOPPER, "dk_dv": {**_HOPPER["dk_dv"], 128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)]}}
+# Its products keep more of their operands in shared memory, and spill more of the rest.
+_BLACKWELL = {
+    **_HOPPER,
+    "dk_dv": {**_HOPPER["dk_dv"], 128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)]},
+    "dr": {**_HOPPER["dr"], 64: [Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)]},
+}
 _AMPERE = {
     "forward": {
         64: [Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 3)],
