@@ -14,7 +14,8 @@ TXL_INLINE bool decodes(const Problem& p) { return p.L <= kDecodeRows; }
 template <class S>
 class DecodeKernel {
   using T = decltype(to_float(S{}));
-  static constexpr int W = kLanes<T>, kKeys = 256;  // keys whose scores are held at once
+  static constexpr int W = kLanes<T>, kKeys = 1024;  // keys whose scores are held at once
+  static constexpr int64_t kStreams = 4;             // places where v is read in turns: memory is faster so
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
@@ -43,7 +44,7 @@ class DecodeKernel {
 
  private:
   static constexpr int64_t kItems = 16,
-                           kMinKeys = 256;  // few and long: each part is three streams to foresee
+                           kMinKeys = 256;  // few and long: streams that hardware foresees
 
   // o of one part of one query, and behind it m and l.
   T* part_of(int64_t unit, int64_t part, int64_t i) {
@@ -141,7 +142,16 @@ class DecodeKernel {
     Vec<T> acc[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) acc[n] = load(o + n * W) * fade;
-    for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
+    const int64_t run = count / kStreams;
+    for (int64_t x = 0; x < run; ++x, v += t_.v.row)
+      for (int64_t stream = 0; stream < kStreams; ++stream) {
+        const int64_t ahead = stream * run;
+        TXL_UNROLL
+        for (int n = 0; n < kN; ++n)
+          acc[n] += s[x + ahead] * values(v + ahead * t_.v.row + n * W, tail && n == kN - 1);
+      }
+    v += (kStreams - 1) * run * t_.v.row;
+    for (int64_t x = kStreams * run; x < count; ++x, v += t_.v.row) {
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
     }
