@@ -15,7 +15,8 @@ template <class S>
 class DecodeKernel {
   using T = decltype(to_float(S{}));
   static constexpr int W = kLanes<T>, kKeys = 1024;  // keys whose scores are held at once
-  static constexpr int64_t kStreams = 4;             // places where v is read in turns: memory is faster so
+  // Memory is faster when it is read in a few places in turns: v in runs of keys, k and r by so many lanes.
+  static constexpr int64_t kStreams = 4, kLanesOfStream = W > kStreams ? W / kStreams : 1;
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
@@ -169,22 +170,29 @@ class DecodeKernel {
     const S* r = t_.r.at<S>(0, h, 0);
     for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
     const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
-      for (int64_t j = lo; j < hi; j += W)
-        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, min(W, hi - j), q,
+      const auto vector = [&](int64_t j, int64_t count, int64_t apart) {
+        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, count, apart, q,
                                          constant, s + (j - keys.lo));
+      };
+      const int64_t run = (hi - lo) / W * kLanesOfStream;
+      for (int64_t x = 0; x < run; x += kLanesOfStream) vector(lo + x, W, run);
+      const int64_t rest = lo + run * (W / kLanesOfStream);
+      if (rest < hi) vector(rest, hi - rest, kLanesOfStream);
     };
     dot(keys.lo, left_end, Size<0>{}, q.far[0]);
     dot(left_end, right_start, Size<1>{}, T{});
     dot(right_start, keys.hi, Size<0>{}, q.far[1]);
   }
 
-  // Scores of up to a vector of keys.
+  // Scores of a vector of keys: runs of kLanesOfStream neighbours, so many keys `apart`; or of `count`
+  // neighbours.
   template <bool has_r>
-  void dot_keys(const S* k, const S* r, int64_t count, const Query& q, T constant, T* s) const {
+  void dot_keys(const S* k, const S* r, int64_t count, int64_t apart, const Query& q, T constant,
+                T* s) const {
     Vec<T> product[W] = {};
     in_columns([&](int64_t d, auto kn, auto tail) {
-      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, q.u + d, q.v + d,
-                                                                  product);
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, apart, q.u + d,
+                                                                  q.v + d, product);
     });
     transpose<T>(product);
     Vec<T> sum = splat(constant);
@@ -192,23 +200,28 @@ class DecodeKernel {
     for (int x = 0; x < W; ++x) sum += product[x];
     T lane[W];
     store(lane, sum);
-    memcpy(s, lane, static_cast<size_t>(count) * sizeof(T));
+    for (int64_t x = 0; x < count; ++x) s[key_of_lane(x, apart)] = lane[x];
+  }
+
+  static TXL_INLINE int64_t key_of_lane(int64_t lane, int64_t apart) {
+    return lane / kLanesOfStream * apart + lane % kLanesOfStream;
   }
 
   // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
   template <bool has_r, int kN, int tail>
-  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, const T* u, const T* v,
-                                          Vec<T> (&product)[W]) const {
+  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, int64_t apart, const T* u,
+                                          const T* v, Vec<T> (&product)[W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
-    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row) {
+    for (int64_t x = 0; x < count; ++x) {
+      const S* k_x = k + key_of_lane(x, apart) * t_.k.row;
+      const S* r_x = r + key_of_lane(x, apart) * t_.r.row;
       Vec<T> content = product[x], position = {};
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        // read.
-        content += qu[n] * values(k + n * W, tail && n == kN - 1);
-        if constexpr (has_r) position += qv[n] * values(r + n * W, tail && n == kN - 1);
+        content += qu[n] * values(k_x + n * W, tail && n == kN - 1);
+        if constexpr (has_r) position += qv[n] * values(r_x + n * W, tail && n == kN - 1);
       }
       product[x] = content + position;
     }
