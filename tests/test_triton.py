@@ -313,7 +313,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(backend, "_arch", lambda: 90)
     monkeypatch.setattr(backend, "_tuned", {})
     monkeypatch.setattr(backend, "_tuner", lambda *args: fake)
-    monkeypatch.setitem(backend._KERNELS, "dq", fake)
+    monkeypatch.setitem(backend.KERNELS, "dq", fake)
     monkeypatch.setattr(configs, "candidates", lambda *args: candidates)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("TXL_TRITON_AUTOTUNE", raising=False)
@@ -378,4 +378,4 @@ def test_float64_is_refused():
 def test_too_many_keys_for_32_bits():
     k = torch.empty(1, 1, 1, 1).expand(1, 1, 2**28, 1)
     with pytest.raises(ValueError, match=r"got K = 268435456.*less than 2\*\*28"):
-        backend._problem(k[:, :, :1], k, k[0, :, :1], True, -1, -1, 0, 1.0, 0.0)
+        backend._problem(k[:, :, :1], k, k[0, :, :1], None, True, -1, -1, 0, 1.0, 0.0)

@@ -30,21 +30,13 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from txl_kernels.triton import configs
-from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
-from txl_kernels.triton._forward import forward_kernel, merge_kernel
+from txl_kernels.triton import KERNELS, configs
+from txl_kernels.triton._forward import merge_kernel
 from txl_kernels.triton.configs import Tile
 from txl_kernels.triton.tiles import Problem, View
 
 Arch = int | str  # as Triton writes it: 90, "gfx942"
 
-KERNELS = {
-    "forward": forward_kernel,
-    "decode": forward_kernel,
-    "dq": dq_kernel,
-    "dk_dv": dk_dv_kernel,
-    "dr": dr_kernel,
-}
 # KiB of shared memory that one block may ask for.
 SHARED_LIMIT: dict[Arch, int] = {80: 163, 86: 99, 90: 227, 100: 227, "gfx942": 64}
 TENSOR_MEMORY_COLUMNS = 512  # sm_100

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import dense_like
+from txl_kernels.registry import compact, contiguous_rows, dense_like
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -57,15 +57,6 @@ def details() -> dict[str, str]:
     return {"level": torch.ops.txl_kernels.cpu_level(), "levels": torch.ops.txl_kernels.cpu_levels()}
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _compact(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -87,13 +78,13 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     if out.numel() != 0:
         torch.ops.txl_kernels.cpu_forward.default(
-            _rows(q),
-            _rows(k),
-            _rows(v),
-            _rows(r),
-            _compact(bias_u),
-            _compact(bias_v),
-            _compact(key_range),
+            contiguous_rows(q),
+            contiguous_rows(k),
+            contiguous_rows(v),
+            contiguous_rows(r),
+            compact(bias_u),
+            compact(bias_v),
+            compact(key_range),
             dropout_seed,
             causal,
             window_left,
@@ -137,16 +128,16 @@ def backward(
             gradient.zero_()
     else:
         torch.ops.txl_kernels.cpu_backward.default(
-            _rows(dout),
-            _rows(q),
-            _rows(k),
-            _rows(v),
-            _rows(r),
-            _compact(bias_u),
-            _compact(bias_v),
-            _compact(key_range),
+            contiguous_rows(dout),
+            contiguous_rows(q),
+            contiguous_rows(k),
+            contiguous_rows(v),
+            contiguous_rows(r),
+            compact(bias_u),
+            compact(bias_v),
+            compact(key_range),
             dropout_seed,
-            _rows(out),
+            contiguous_rows(out),
             lse.contiguous(),
             causal,
             window_left,

@@ -152,3 +152,12 @@ def dense_like(x: Tensor) -> Tensor:
     """
     y = torch.empty_like(x)
     return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def compact(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

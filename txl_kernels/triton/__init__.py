@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from txl_kernels import philox
-from txl_kernels.registry import dense_like
+from txl_kernels.registry import compact, contiguous_rows, dense_like
 from txl_kernels.triton import configs
 from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
 from txl_kernels.triton._forward import forward_kernel, merge_kernel
@@ -28,7 +28,7 @@ NAME = "triton"
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
-_KERNELS = {
+KERNELS = {
     "forward": forward_kernel,
     "decode": forward_kernel,
     "dq": dq_kernel,
@@ -99,7 +99,7 @@ def _tuner(name: str, tiles: tuple[Tile, ...], arch: int | str | None) -> Any:
         options = tile.options(arch)
         sizes = {size: options.pop(size) for size in ("BM", "BN")}
         choices.append(triton.Config(sizes, **options))
-    return triton.autotune(choices, key=["D", "CLAMP", "DROPOUT"], cache_results=True)(_KERNELS[name])
+    return triton.autotune(choices, key=["D", "CLAMP", "DROPOUT"], cache_results=True)(KERNELS[name])
 
 
 _tuned: dict[tuple[Any, ...], Tile] = {}
@@ -120,7 +120,7 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
     """
     arch = _arch()
     tiles = tuple(configs.candidates(name, constants["D"], dtype.itemsize, arch))
-    key = (name, dtype, arch, *constants.values())
+    key = (name, dtype, arch, constants["D"], *constants.values())
     tuning = configs.autotune()
     tile = _tuned.get(key, tiles[0]) if tuning else tiles[0]
     tune = (
@@ -138,7 +138,7 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
         tile = Tile(best.kwargs["BM"], best.kwargs["BN"], best.num_warps, best.num_stages)
         _tuned[key] = tile
     else:
-        _KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch))
+        KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch))
     return tile
 
 
@@ -151,9 +151,8 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def _rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous or rows lie too far apart for 32-bit offsets."""
-    if x.stride(-1) == 1 and x.stride(-2) < _MAX_ROW_STRIDE:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    near = x.stride(-2) < _MAX_ROW_STRIDE
+    return contiguous_rows(x) if near else x.clone(memory_format=torch.contiguous_format)
 
 
 def _view(x: Tensor) -> View:
@@ -161,23 +160,20 @@ def _view(x: Tensor) -> View:
     return View(x, *x.stride()[:3]) if x.dim() == 4 else View(x, 0, *x.stride()[:2])
 
 
-def _compact(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _problem(
     q: Tensor,
     k: Tensor,
     r: Tensor,
+    key_range: Tensor | None,
     causal: bool,
     window_left: int,
     window_right: int,
     r_zero: int,
     scale: float,
     dropout_p: float,
-) -> tuple[Problem, bool]:
-    """Every number within 32 bits; and whether any visible pair is clamped."""
-    B, H, L, _ = q.shape
+) -> tuple[Problem, dict[str, Any]]:
+    """The problem, every number within 32 bits; and the constants that all kernels are compiled for."""
+    B, H, L, D = q.shape
     K, N = k.shape[2], r.shape[1]
     if max(K, N) >= _MAX_SIZE:
         raise ValueError(
@@ -188,8 +184,16 @@ def _problem(
     r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
     clamp = r_zero < min(left, K - 1) or r_zero + min(right, L - 1) > N - 1
     threshold, keep = philox.threshold(dropout_p), 1 / (1 - dropout_p)
+    constants = dict(
+        D=D,
+        BD=configs.block_of_head(D),
+        HAS_RANGE=key_range is not None,
+        CLAMP=clamp,
+        NEGATIVE=scale < 0,
+        DROPOUT=dropout_p > 0,
+    )
     scale = scale or 1e-30  # 0 * -inf, the score of a hidden pair, would be NaN
-    return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), clamp
+    return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), constants
 
 
 def forward(
@@ -215,11 +219,12 @@ def forward(
     lse = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or isinstance(q, FakeTensor):
         return out, lse
-    p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
+    p, constants = _problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p)
 
     decode = L <= _DECODE_QUERIES
-    q_u = q_v = _rows(q)
-    if not decode:  # outside the kernel: tiles that come from memory unchanged need no registers
+    if decode:
+        q_u = q_v = _rows(q)
+    else:  # outside the kernel: tiles that come from memory unchanged need no registers
         q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
         bias_u = bias_v = None
 
@@ -233,16 +238,6 @@ def forward(
         part = torch.empty(splits * B, H, L, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits * B, H, L, dtype=torch.float32, device=q.device)
 
-    constants = dict(
-        D=D,
-        BD=configs.block_of_head(D),
-        HAS_U=bias_u is not None,
-        HAS_V=bias_v is not None,
-        HAS_RANGE=key_range is not None,
-        CLAMP=clamp,
-        NEGATIVE=scale < 0,
-        DROPOUT=dropout_p > 0,
-    )
     with _on(q.device):
         _launch(
             "decode" if decode else "forward",
@@ -250,13 +245,15 @@ def forward(
             B * H * max(L, 64) * K,  # one query reads all keys, as a block of them does
             lambda tile: (triton.cdiv(L, tile.BM) * splits * B * H,),
             *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
-            *(_compact(x) for x in (bias_u, bias_v, key_range)),
+            *(compact(x) for x in (bias_u, bias_v, key_range)),
             dropout_seed,
             _view(part),
             part_lse,
             p,
             splits,
             split_keys,
+            HAS_U=bias_u is not None,
+            HAS_V=bias_v is not None,
             **constants,
         )
         if splits > 1:
@@ -307,21 +304,13 @@ def backward(
     if isinstance(q, FakeTensor):
         du, dv_bias = (q.new_empty(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
         return dq, dk, dv, dr, du, dv_bias
-    p, clamp = _problem(q, k, r, causal, window_left, window_right, r_zero, scale, dropout_p)
-    constants = dict(
-        D=D,
-        BD=configs.block_of_head(D),
-        HAS_RANGE=key_range is not None,
-        CLAMP=clamp,
-        NEGATIVE=scale < 0,
-        DROPOUT=dropout_p > 0,
-    )
+    p, constants = _problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p)
     pairs = B * H * L * K
 
     q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
     inputs = (
         *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
-        _compact(key_range),
+        compact(key_range),
         dropout_seed,
     )
     lse, dout_view = lse.contiguous(), _view(_rows(dout))

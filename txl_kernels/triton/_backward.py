@@ -62,7 +62,7 @@ def _gradient(
     BN: tl.constexpr, ALIGNED: tl.constexpr,
     EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """P * keep and dS of a tile from its score, not yet scaled, and dO v^T. j [BM]: the key of column 0."""
+    """P * keep and dS of a tile from its score, not yet scaled, and dO v^T. j: the key of column 0."""
     score, scale = to_base_2(score, p, NEGATIVE)
     weight = tl.exp2(score * scale - lse_i[:, None])
     if EDGE:
@@ -140,7 +140,7 @@ def dq_kernel(
             score = product(q_u_tile, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]
             dout_v = product(dout_tile, v_tile)
             _, ds = _gradient(
-                score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+                score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, j0,
                 BN, True, False, NEGATIVE, DROPOUT,
             )  # fmt: skip
             content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
@@ -162,7 +162,7 @@ def dq_kernel(
         tile_0 = tile_1
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
-            score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+            score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, j0,
             BN, True, False, NEGATIVE, DROPOUT,
         )  # fmt: skip
         content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
@@ -190,7 +190,7 @@ def dq_kernel(
         score = product(q_u_tile, k_tile) + position_term
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
-            score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0,
+            score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0,
             BN, True, True, NEGATIVE, DROPOUT,
         )  # fmt: skip
         content = accumulate(ds.to(q_u_tile.dtype), finite(k_tile), content)
@@ -253,7 +253,7 @@ def _add_queries(
     delta_i = _load_delta(delta, p, b, h, i)
     dout_v = product(dout_tile, v_tile)
     weight, ds = _gradient(
-        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, i * 0 + j0, BN, True, EDGE, NEGATIVE, DROPOUT
+        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0, BN, True, EDGE, NEGATIVE, DROPOUT
     )
     if EDGE:
         # A NaN of dO reaches dv by the probabilities of the query that it belongs to, where they are seen.

@@ -48,7 +48,7 @@ def _attend(
     total = total * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
     if DROPOUT:
-        weight = tl.where(kept(p, seed, b, h, i, i * 0 + j0, BN, True), weight, 0.0)
+        weight = tl.where(kept(p, seed, b, h, i, j0, BN, True), weight, 0.0)
     if EDGE:
         clean = finite(v_tile)
         taint = v_tile - clean
@@ -186,4 +186,4 @@ def merge_kernel(
     # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (b.to(tl.int64) * p.H + h) * p.L + i, base + tl.log(total), mask=i >= 0)
+    tl.store(lse + (b.to(tl.int64) * p.H + h) * p.L + i, base + tl.log(total))

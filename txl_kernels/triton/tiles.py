@@ -228,13 +228,15 @@ def unskew(tile, first, BN: tl.constexpr):
 
 @triton.jit
 def kept(p, seed, b, h, i, j, BN: tl.constexpr, ALIGNED: tl.constexpr):
-    """Whether dropout keeps query i[y] and key j[y] + x: [BM, BN]. csrc/philox.h defines the mask.
+    """Whether dropout keeps query i[y] and key j + x: [BM, BN], j for all queries or one for each.
+    csrc/philox.h defines the mask.
 
     64 neighbouring keys share 16 calls of Philox; each call's four words serve four of them. ALIGNED: j is a
     multiple of 64 or, if BN divides 64, of BN.
     """
     # The calls that a query needs: groups of 64 keys from that of its first key on.
     GROUPS: tl.constexpr = (BN + 63) // 64 if ALIGNED else 2 * ((BN + 63) // 64)
+    j = j + tl.zeros_like(i)
     group = j >> 6
     call = (group * 16)[:, None] + tl.arange(0, 16 * GROUPS)[None, :]
     blank = tl.zeros_like(call)
