@@ -69,14 +69,12 @@ def test_the_kernels_in_the_interpreter():
 if INTERPRET:
 
     @triton.jit
-    def _skew_kernel(band, skewed, turned, BM: tl.constexpr, BN: tl.constexpr):
+    def _skew_kernel(band, first, skewed, BM: tl.constexpr, BN: tl.constexpr):
         y, x = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-        first = BM - 1 - tl.arange(0, BM)
         tile_0 = tl.load(band + y * 2 * BN + x)
         tile_1 = tl.load(band + y * 2 * BN + BN + x)
-        tile = tiles.skew(tile_0, tile_1, first, BN)
+        tile = tiles.skew(tile_0, tile_1, tl.load(first + tl.arange(0, BM)), BN)
         tl.store(skewed + y * BN + x, tile)
-        tl.store(turned + y * BN + x, tiles.unskew(tile, first, BN))
 
     @triton.jit
     def _kept_kernel(
@@ -110,16 +108,15 @@ def problem(L=1, K=1, N=1, r_zero=0, left=0, right=0, p=0.0) -> Problem:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("BM, BN", [(16, 16), (16, 64), (32, 64), (64, 64)])
-def test_skew_reads_a_band_one_place_over_for_every_row(BM, BN):
-    band = torch.randn(BM, 2 * BN)
-    skewed, turned = torch.empty(2, BM, BN)
-    _skew_kernel[(1,)](band, skewed, turned, BM=BM, BN=BN)
-    columns = (BM - 1 - torch.arange(BM))[:, None] + torch.arange(BN)
-    assert torch.equal(skewed, band.gather(1, columns))
-    # Turned back, every entry is in its own column of the band again, modulo BN.
-    back = torch.empty(BM, BN).scatter_(1, columns % BN, skewed)
-    assert torch.equal(turned, back)
+def test_skew_reads_every_row_from_its_own_column_on(BM, BN, dtype):
+    band = torch.randn(BM, 2 * BN).to(dtype)
+    down = BM - 1 - torch.arange(BM, dtype=torch.int32)  # the band, read one place over for every row
+    for first in (down, BN - down, torch.randint(0, BN + 1, (BM,), dtype=torch.int32)):
+        skewed = torch.empty(BM, BN, dtype=dtype)
+        _skew_kernel[(1,)](band, first, skewed, BM=BM, BN=BN)
+        assert torch.equal(skewed, band.gather(1, first[:, None] + torch.arange(BN)))
 
 
 @interpreted

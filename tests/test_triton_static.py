@@ -43,8 +43,6 @@ def wide_loads(case: Case) -> int:
 def assert_sound(case: Case, result: Report | str) -> None:
     assert not isinstance(result, str), f"{case}: {result}"
     for arch in case.archs:
-        if arch == 86 and case.dtype == f32 and case.D > 128:
-            continue  # does not fit, and the page says so
         assert result.shared <= SHARED_LIMIT[arch] * 1024, f"{case}: {result.shared} bytes of shared memory"
     assert result.tensor_memory <= static.TENSOR_MEMORY_COLUMNS, str(case)
     near, names = result.loops["near"], result.loops[""].names
@@ -145,12 +143,11 @@ def test_defaults_multiply_64_rows_at_a_time_on_hopper(default_reports):
 
 
 def test_near_loops_of_the_defaults_hardly_touch_local_memory(default_reports):
-    """Forward and decode not at all (Triton 3.6: once), the backward kernels in less than a fifth of it: see
-    configs.py."""
+    """Forward and decode in less than 2 % of it, the backward kernels in less than a quarter: see configs.py."""
     for case, result in default_reports.items():
         near = result.loops["near"]
         share = near.local / near.instructions
-        assert share < 0.005 if case.kernel in ("forward", "decode") else share < 0.2, f"{case}: {near.local}"
+        assert share < 0.02 if case.kernel in ("forward", "decode") else share < 0.25, f"{case}: {near.local}"
 
 
 def test_merge_compiles():
@@ -183,7 +180,7 @@ def test_everything_that_may_be_chosen_is_sound():
         near = result.loops["near"]
         if near.local == 0 or static.reason(case) != static.FEWER:
             continue
-        assert near.local / near.instructions < 0.2, f"{case}: {near.local} of {near.instructions}"
+        assert near.local / near.instructions < 0.25, f"{case}: {near.local} of {near.instructions}"
         for other, its in found.items():
             if replace(other, tile=case.tile) == case and its.loops["near"].local == 0:
                 fewer = static.per_pair(case, result) < static.per_pair(other, its)

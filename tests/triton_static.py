@@ -400,9 +400,6 @@ range. The first row of a kernel is its default; autotuning measures the others 
 The edge loop has masks, clamped rows and NaN to see to; a few tiles per block of queries or keys go
 through it, and it may spill. Where the near loop does, the last column has the share of its instructions
 that this takes, and why the tile is in the list all the same.
-
-float32 with D > 128 needs more shared memory than parts with 99 KiB of it have (sm_86, sm_89, sm_120): a
-call there ends in Triton's OutOfResources.
 """
 
 

@@ -42,6 +42,8 @@ _SPLIT_KEYS = 128
 # Sizes and distances are 32-bit numbers in the kernels, and so are offsets within a tile of 2 * 64 rows.
 _MAX_SIZE = 2**28
 _MAX_ROW_STRIDE = 2**24
+# A multiply and an add in one instruction. From Triton 3.10 on the default is not to; 3.9 warns of it.
+_FUSED = {"enable_fp_fusion": True}
 # Score pairs of a call from which on it is worth measuring tiles.
 _TUNE_PAIRS = 2**26
 
@@ -133,12 +135,12 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
     )
     if tune:
         tuner = _tuner(name, tiles, arch)
-        tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants)
+        tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
         best = tuner.best_config
         tile = Tile(best.kwargs["BM"], best.kwargs["BN"], best.num_warps, best.num_stages)
         _tuned[key] = tile
     else:
-        KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch))
+        KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch), **_FUSED)
     return tile
 
 
@@ -267,6 +269,7 @@ def forward(
                 D=D,
                 BD=constants["BD"],
                 BS=triton.next_power_of_2(splits),
+                **_FUSED,
             )
     return out, lse
 

@@ -39,7 +39,6 @@ from txl_kernels.triton.tiles import (
     tile_of,
     times_row,
     to_base_2,
-    unskew,
 )
 
 
@@ -101,8 +100,6 @@ def dq_kernel(
     i = i0 + y
     exist = i < p.L
     first = BM - 1 - y
-    # Which columns of an unskewed tile belong to the first tile of the band.
-    own = x[None, :] >= first[:, None]
 
     k_rows = at(k, b, h)
     v_rows = at(v, b, h)
@@ -151,29 +148,29 @@ def dq_kernel(
     c = band(p, i0 + BM - 1, near_0)
     tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
     # What the key tile before adds to the band tile that this one begins with.
-    carry = tl.zeros([BM, BN], tl.float32)
+    carry = tl.zeros([BM, BN], q_v_tile.dtype)
     for j0 in range(near_0, near_1, BN):
-        k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
-        v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
+        # Each tile is loaded just before it is needed: fewer are there at a time.
         c = band(p, i0 + BM - 1, j0)
-        r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
-        tile_1 = product(q_v_tile, r_tile)
+        tile_1 = product(q_v_tile, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
+        k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
         score = product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)
         tile_0 = tile_1
+        v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
             score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, j0,
             BN, True, False, NEGATIVE, DROPOUT,
         )  # fmt: skip
-        content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
-        turned = unskew(ds, first, BN)
-        banded = tl.where(own, turned, carry)
-        carry = turned
+        ds = ds.to(q_u_tile.dtype)
+        content = accumulate(ds, k_tile, content)
+        banded = skew(carry, ds, BN - first, BN)
+        carry = ds
         r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
         place = accumulate(banded.to(q_v_tile.dtype), finite(r_tile), place)
     c = band(p, i0 + BM - 1, near_1)
     r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-    place = accumulate(tl.where(own, 0.0, carry).to(q_v_tile.dtype), finite(r_tile), place)
+    place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
 
     edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
     edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
@@ -181,13 +178,12 @@ def dq_kernel(
         j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
         j = j0 + x
         seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None])
-        k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
-        v_tile = load_rows(v_rows, v.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
         c = band(p, i0 + BM - 1, j0)
-        r_0 = load_r(p, r_rows, r.row, c, D, BD, BN)
-        r_1 = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
-        position_term = skew(product(q_v_tile, r_0), product(q_v_tile, r_1), first, BN)
-        score = product(q_u_tile, k_tile) + position_term
+        tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
+        tile_1 = product(q_v_tile, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
+        k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
+        score = product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)
+        v_tile = load_rows(v_rows, v.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
         dout_v = product(dout_tile, v_tile)
         _, ds = _gradient(
             score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0,
@@ -199,9 +195,12 @@ def dq_kernel(
             clamped_first += tl.sum(tl.where(c_pair < 0, ds, 0.0), 1)
             clamped_last += tl.sum(tl.where(c_pair > p.N - 1, ds, 0.0), 1)
             ds = tl.where((c_pair >= 0) & (c_pair < p.N), ds, 0.0)
-        turned = unskew(ds, first, BN)
-        place = accumulate(tl.where(own, turned, 0.0).to(q_v_tile.dtype), finite(r_0), place)
-        place = accumulate(tl.where(own, 0.0, turned).to(q_v_tile.dtype), finite(r_1), place)
+        ds = ds.to(q_v_tile.dtype)
+        none = tl.zeros_like(ds)
+        r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
+        place = accumulate(skew(none, ds, BN - first, BN), finite(r_tile), place)
+        r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
+        place = accumulate(skew(ds, none, BN - first, BN), finite(r_tile), place)
 
     # Queries beyond the last saw what there was: not even a NaN of theirs may reach the sums.
     content = tl.where(exist[:, None], content, 0.0)
@@ -232,16 +231,15 @@ def _add_queries(
     y = tl.arange(0, BM)
     i = i0 + y
     exist = i < p.L
-    q_u_tile = load_rows(at(q_u, b, h), q_u.row, i0, y, exist, D, BD, not EDGE)
     q_v_tile = load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, not EDGE)
-    dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, not EDGE)
     if MODE == "far":
         position_term = times_row(q_v_tile, r_end)[:, None]
     else:
         c = band(p, i0 + BM - 1, j0)
-        r_0 = load_r(p, at(r, b, h), r.row, c, D, BD, BN)
-        r_1 = load_r(p, at(r, b, h), r.row, c + BN, D, BD, BN)
-        position_term = skew(product(q_v_tile, r_0), product(q_v_tile, r_1), BM - 1 - y, BN)
+        tile_0 = product(q_v_tile, load_r(p, at(r, b, h), r.row, c, D, BD, BN))
+        tile_1 = product(q_v_tile, load_r(p, at(r, b, h), r.row, c + BN, D, BD, BN))
+        position_term = skew(tile_0, tile_1, BM - 1 - y, BN)
+    q_u_tile = load_rows(at(q_u, b, h), q_u.row, i0, y, exist, D, BD, not EDGE)
     score = product(q_u_tile, k_tile) + position_term
 
     seen = None
@@ -251,6 +249,7 @@ def _add_queries(
         seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None]) & exist[:, None]
     lse_i = _load_lse(lse, p, b, h, i)
     delta_i = _load_delta(delta, p, b, h, i)
+    dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, not EDGE)
     dout_v = product(dout_tile, v_tile)
     weight, ds = _gradient(
         score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0, BN, True, EDGE, NEGATIVE, DROPOUT

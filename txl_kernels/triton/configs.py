@@ -4,14 +4,15 @@ Chosen by what the compiler makes of them: docs/triton_kernels.md, written by te
 
 * A tile of the band must fit into registers beside the scores, so tiles are smaller than flash attention's;
   and BM is at most BN: the band of BM queries by BN keys then lies in two tiles of BN columns.
-* Hopper and datacenter Blackwell multiply 64 rows or more at a time, from shared memory: 64 x 64. Older and
-  smaller parts (99 KiB of shared memory per block) read operands into registers first, which leaves room for
-  32 x 32 or 32 x 64.
+* 64 x 64 over four warps where registers and shared memory allow it (99 KiB per block on smaller parts):
+  that is what Hopper and datacenter Blackwell multiply at once.
+* Backward loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works
+  while the other waits.
 * What a loop issues per pair decides: a warp that holds more of a tile issues fewer instructions for it, even
   where it spills a few registers. So the defaults are those of few instructions per pair whose accesses to
-  local memory are at most a fifth of the loop, and the runners-up are candidates.
-* In float32 products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live in
-  registers, and small tiles over many warps keep them there.
+  local memory are at most a quarter of the loop, and the runners-up are candidates.
+* In float32 NVIDIA's products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live
+  in registers, and small tiles over many warps keep them there.
 """
 
 from __future__ import annotations
@@ -48,31 +49,25 @@ _HOPPER = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
-        256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+        128: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 8, 2)],
+        256: [Tile(64, 64, 8, 1)],
     },
     "dk_dv": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)],
-        128: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
-        256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
     "dr": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)],
         128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
     },
 }
-# Its products keep more of their operands in shared memory, and spill more of the rest.
-_BLACKWELL = {
-    **_HOPPER,
-    "dk_dv": {**_HOPPER["dk_dv"], 128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)]},
-    "dr": {**_HOPPER["dr"], 64: [Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)]},
-}
 _AMPERE = {
     "forward": {
-        64: [Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 3)],
-        128: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
+        64: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)],
         256: [Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)],
     },
     "decode": {
@@ -80,41 +75,56 @@ _AMPERE = {
         128: [Tile(16, 32, 4, 3)],
         256: [Tile(16, 32, 8, 2)],
     },
-    "dq": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(32, 32, 8, 1)]},
+    "dq": {
+        64: [Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)],
+        256: [Tile(64, 64, 8, 1)],
+    },
     "dk_dv": {
-        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
-        128: [Tile(32, 64, 8, 2)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
         256: [Tile(32, 32, 8, 1)],
     },
-    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(32, 32, 8, 1)]},
+    "dr": {
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        256: [Tile(32, 64, 4, 1), Tile(32, 32, 8, 1)],
+    },
 }
 # 64 KiB of shared memory, wavefronts of 64: four of them have the registers for 64 x 64.
 _AMD = {
     "forward": {
         64: [Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)],
         256: [Tile(32, 32, 4, 1)],
     },
     "decode": {64: [Tile(16, 64, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 32, 4, 1)]},
     "dq": {
-        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
-        128: [Tile(32, 32, 4, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 4, 1)],
     },
     "dk_dv": {
-        64: [Tile(32, 32, 4, 2), Tile(64, 64, 4, 2)],
-        128: [Tile(32, 32, 4, 2)],
-        256: [Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 4, 1)],
     },
-    "dr": {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 1)], 256: [Tile(32, 32, 8, 1)]},
+    "dr": {
+        64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
+        256: [Tile(32, 32, 4, 1)],
+    },
 }
 _FLOAT32 = {
-    "forward": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 32, 8, 1)]},
-    "decode": {64: [Tile(16, 32, 4, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 32, 8, 1)]},
+    "forward": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "decode": {64: [Tile(16, 32, 4, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
     "dq": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
-    "dk_dv": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
-    "dr": {64: [Tile(16, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dk_dv": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dr": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
 }
+# AMD's tensor cores do multiply in float32.
+_AMD_FLOAT32 = {kernel: {256: [Tile(32, 32, 4, 1)]} for kernel in KERNELS}
+_AMD_FLOAT32["decode"] = {64: [Tile(16, 32, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 
 
 # What a step costs Triton's interpreter hardly depends on the size of its tiles.
@@ -129,12 +139,12 @@ def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> li
     """
     if arch is None:
         return [_INTERPRETED]
-    if itemsize == 4:
+    if isinstance(arch, str):
+        table = _AMD_FLOAT32 if itemsize == 4 else _AMD
+    elif itemsize == 4:
         table = _FLOAT32
-    elif isinstance(arch, str):
-        table = _AMD
     else:
-        table = _BLACKWELL if 100 <= arch < 120 else _HOPPER if 90 <= arch < 100 else _AMPERE
+        table = _HOPPER if 90 <= arch < 120 else _AMPERE  # from 120 on parts are small again
     return next(tiles for largest, tiles in table[kernel].items() if largest >= D)
 
 

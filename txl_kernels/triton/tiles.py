@@ -208,19 +208,32 @@ def tile_of(t, lo_0, hi_0, lo_1, hi_1, lo_2, hi_2, lo_3, BN: tl.constexpr):
 def skew(tile_0, tile_1, first, BN: tl.constexpr):
     """out[y, x] = [tile_0 tile_1][y, first[y] + x], for 0 <= first <= BN: [BM, BN] from two neighbours.
 
-    A row uses the columns from `first` on of one tile and those before it of the other: they fit into one
-    tile, and a rotation of its rows brings them into order.
+    Both tiles go through shared memory, by one gather along a flattened axis. A row of the result is a run of
+    neighbouring columns, so that the addresses of a thread's elements differ by constants; and the order of
+    the flattened axis keeps the lanes of a warp in banks of their own, both ways: tensor cores leave lane
+    4 a + b with columns 2 b and 2 b + 1 (+ 8 n) of row a (+ 8 m). In 16 bits those two share a bank; in 32
+    bits even columns come first.
     """
+    BM: tl.constexpr = tile_0.shape[0]
+    y = tl.arange(0, BM)[:, None]
     x = tl.arange(0, BN)[None, :]
-    window = tl.where(x >= first[:, None], tile_0, tile_1)
-    return tl.gather(window, (x + first[:, None]) % BN, 1)
-
-
-@triton.jit
-def unskew(tile, first, BN: tl.constexpr):
-    """The rotation back: columns from `first` on belong to tile_0 of the band, those before to tile_1."""
-    x = tl.arange(0, BN)[None, :]
-    return tl.gather(tile, (x + BN - first[:, None]) % BN, 1)
+    column = (x & 7) + first[:, None]
+    # The flattened axis has blocks of 8 rows by 8 columns of both tiles, 2 BN / 8 of them to 8 rows.
+    block = (x & -8) + (column & -8) + (y >> 3) * (2 * BN)  # times 8
+    both = tl.reshape(tl.join(tile_0, tile_1), [BM // 8, 8, BN // 8, 4, 2, 2])
+    if tile_0.dtype.primitive_bitwidth < 32:
+        place = block * 8 + ((column & 7) | ((y & 7) * 8))
+        place = tl.permute(tl.reshape(place, [BM // 8, 8, BN // 8, 4, 2]), 0, 2, 1, 3, 4)
+        both = tl.permute(both, 0, 5, 2, 1, 3, 4)
+        out = tl.gather(tl.reshape(both, [2 * BM * BN]), tl.reshape(place, [BM * BN]), 0)
+        out = tl.permute(tl.reshape(out, [BM // 8, BN // 8, 8, 4, 2]), 0, 2, 1, 3, 4)
+    else:
+        place = block * 8 + ((column & 1) * 32 | ((column >> 1) & 3) | ((y & 7) * 4))
+        place = tl.permute(tl.reshape(place, [BM // 8, 8, BN // 8, 4, 2]), 0, 2, 4, 1, 3)
+        both = tl.permute(both, 0, 5, 2, 4, 1, 3)
+        out = tl.gather(tl.reshape(both, [2 * BM * BN]), tl.reshape(place, [BM * BN]), 0)
+        out = tl.permute(tl.reshape(out, [BM // 8, BN // 8, 2, 8, 4]), 0, 3, 1, 4, 2)
+    return tl.reshape(out, [BM, BN])
 
 
 # ---- Dropout -----------------------------------------------------------------------------------------------
