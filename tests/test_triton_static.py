@@ -143,7 +143,7 @@ def test_defaults_multiply_64_rows_at_a_time_on_hopper(default_reports):
 
 
 def test_near_loops_of_the_defaults_hardly_touch_local_memory(default_reports):
-    """Forward and decode in less than 2 % of it, the backward kernels in less than a quarter: see configs.py."""
+    """Forward and decode in less than 2 % of it, backward in less than a quarter: see configs.py."""
     for case, result in default_reports.items():
         near = result.loops["near"]
         share = near.local / near.instructions
