@@ -1,14 +1,14 @@
 """Builds the C++ of this folder: finds what the machine offers, writes one build.ninja, runs it.
 
-Two libraries come out:
+Up to three libraries come out:
     libtxl_cpu.so               the CPU kernels and their torch ops (LibTorch stable ABI, no Python)
+    libtxl_cuda.so              the CUDA kernels and theirs, where nvcc and torch allow it (cuda_build.py)
     _build_info.<abi tag>.so    what was built, and with what (pybind11, no torch)
-The second is left out, with a note, where Python's headers are missing: system Pythons often come without.
+The last is left out, with a note, where Python's headers are missing: system Pythons often come without.
 
-Environment variables: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS,
+Environment variables: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS, those of cuda_build.py,
     TXL_BUILD_DIR   where objects are kept between builds (default: build)
     TXL_SANITIZE    e.g. address,undefined: an instrumented build, its objects kept apart
-    TXL_BUILD_CUDA  auto, 0 or 1
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import cuda_build
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,15 +143,6 @@ def find_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(free_memory() / 1.5e9)))
 
 
-def cuda_report() -> str:
-    asked = os.environ.get("TXL_BUILD_CUDA") or "auto"
-    if asked not in ("auto", "0", "1"):
-        raise PlatformError(f"TXL_BUILD_CUDA is {asked!r}; it must be auto, 0 or 1.")
-    if asked == "1":
-        raise PlatformError("TXL_BUILD_CUDA=1, but CUDA kernels are not part of this version: unset it.")
-    return "not part of this version"
-
-
 # ---- build.ninja ----
 
 
@@ -158,7 +150,7 @@ class NinjaFile:
     """Collects the statements of a build.ninja. Commands run in ROOT, so that messages name csrc/..."""
 
     def __init__(self, build_dir: Path, cxx: list[str], flags: list[str], link_flags: list[str]):
-        self.build_dir, self.flags, self.link_flags = build_dir, flags, link_flags
+        self.build_dir, self.cxx, self.flags, self.link_flags = build_dir, cxx, flags, link_flags
         self.text = f"""\
 builddir = {self.path(build_dir)}
 rule cxx
@@ -185,12 +177,27 @@ rule link
         self.text += f"  flags = {self.command(flags)}\n  name = {name}\n"
         return path
 
-    def compile(self, source: str, flags: list[str], *variant: str) -> Path:
+    def compile(self, source: str, flags: list[str], *variant: str, rule: str = "cxx") -> Path:
         out, name = ".".join(["obj/" + source, *variant, "o"]), " ".join([source, *variant])
-        return self.build("cxx", out, [Path("csrc") / source], [*self.flags, *flags], name)
+        every = self.flags if rule == "cxx" else []
+        return self.build(rule, out, [Path("csrc") / source], [*every, *flags], name)
 
-    def link(self, out: str, objects: list[Path], flags: list[str]) -> Path:
-        return self.build("link", out, objects, [*self.link_flags, *flags], out)
+    def link(self, out: str, objects: list[Path], flags: list[str], rule: str = "link") -> Path:
+        every = self.link_flags if rule == "link" else []
+        return self.build(rule, out, objects, [*every, *flags], out)
+
+    def add_nvcc(self, toolkit: cuda_build.Toolkit) -> None:
+        nvcc = self.command([*toolkit.nvcc, "-ccbin", self.cxx[0]])
+        self.text += f"""\
+rule nvcc
+  command = {nvcc} $flags -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $name
+rule nvcc_link
+  command = {nvcc} -shared -cudart static $in -o $out $flags
+  description = link $name
+"""
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -206,7 +213,7 @@ def build_native(verbose: bool) -> list[Path]:
         raise PlatformError(f"txl-kernels builds on Linux; this is {sys.platform}.")
     cxx, ninja = find_compiler(), find_ninja()
     (torch, torch_version), pybind11 = find_torch(), find_package("pybind11")
-    cuda, levels, jobs = cuda_report(), find_levels(cxx), find_jobs()
+    (toolkit, cuda), levels, jobs = cuda_build.find_toolkit(torch), find_levels(cxx), find_jobs()
 
     build_dir = Path(os.environ.get("TXL_BUILD_DIR") or "build") / "native"
     flags, link_flags = list(COMMON_FLAGS), shlex.split(os.environ.get("LDFLAGS", ""))
@@ -231,6 +238,9 @@ def build_native(verbose: bool) -> list[Path]:
     if not sanitize:  # whose symbols come from the executable
         torch_flags += ["-Wl,--no-undefined"]  # a missing symbol fails here, not on the user's machine
     libraries = [file.link("libtxl_cpu.so", [*kernels, dispatch, binding], torch_flags)]
+    if toolkit and not sanitize:
+        file.add_nvcc(toolkit)
+        libraries.append(add_cuda(file, toolkit, torch))
 
     facts = {
         "COMPILER": compiler_version(cxx),
@@ -256,10 +266,46 @@ def build_native(verbose: bool) -> list[Path]:
     else:
         print(f"txl-kernels: without the build report, no Python.h in {python} (Debian: python3-dev)")
 
-    write_if_changed(build_dir / "build.ninja", file.text)
     summary = f"{facts['COMPILER']}; {jobs} jobs; levels {', '.join(levels)}; CUDA kernels {cuda}"
     print(f"txl-kernels: {summary}", flush=True)
-    command = [ninja, "-f", str(build_dir / "build.ninja"), f"-j{jobs}", *(["-v"] if verbose else [])]
+    run_ninja(file, ninja, jobs, *(["-v"] if verbose else []))
+    return libraries
+
+
+def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -> Path:
+    """libtxl_cuda.so; without a toolkit the same sources for the CPU, on top of the tests' emulation."""
+    if toolkit:
+        kernels, cxx, rule = [*cuda_build.FLAGS, *toolkit.flags], [f"-I{toolkit.include}"], "nvcc"
+        defines = [f'-DTXL_CUDA_TARGETS="{" ".join(toolkit.codes)}"']
+        out, link_rule, link = "libtxl_cuda.so", "nvcc_link", ["-Xlinker", "--no-undefined"]
+    else:
+        cxx = ["-DTXL_CUDA_EMULATION", f"-I{ROOT / 'tests' / 'cuda_emulation'}", "-pthread"]
+        kernels, rule, defines = [*cxx, "-x", "c++"], "cxx", ['-DTXL_CUDA_TARGETS="emulation"']
+        out, link_rule, link = "libtxl_cuda_emulation.so", "link", ["-pthread", "-Wl,--no-undefined"]
+    objects = [
+        file.compile(
+            "cuda/kernels.cu", [*kernels, f"-DTXL_ELEMENT={e}", f"-DTXL_HEAD={h}"], e, str(h), rule=rule
+        )
+        for h in reversed(cuda_build.HEADS)  # the longest first
+        for e in cuda_build.ELEMENTS
+    ]
+    objects.append(file.compile("cuda/dispatch.cpp", [*cxx, *defines]))
+    objects.append(file.compile("torch_binding_cuda.cpp", [*cxx, "-isystem", str(torch / "include")]))
+    return file.link(out, objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", *link], rule=link_rule)
+
+
+def build_emulation(build_dir: Path) -> Path:
+    """The CUDA kernels as a library for the CPU, for the tests."""
+    torch, _ = find_torch()
+    file = NinjaFile(build_dir, find_compiler(), [*COMMON_FLAGS, "-O1"], [])
+    library = add_cuda(file, None, torch)
+    run_ninja(file, find_ninja(), find_jobs(), "--quiet")
+    return library
+
+
+def run_ninja(file: NinjaFile, ninja: str, jobs: int, *options: str) -> None:
+    path = file.build_dir / "build.ninja"
+    write_if_changed(path, file.text)
+    command = [ninja, "-f", str(path), f"-j{jobs}", *options]
     if subprocess.run(command, cwd=ROOT).returncode:
         raise CompileError(f"{shlex.join(command)} failed; the compiler's own message is above.")
-    return libraries

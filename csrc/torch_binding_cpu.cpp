@@ -1,19 +1,13 @@
 // The CPU kernels as torch ops, through LibTorch's stable ABI: one build serves every later torch.
 // Shapes and dtypes are checked in txl_kernels/api.py; here only what memory safety needs.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <optional>
-#include <string>
-
 #include "cpu/cpu.h"
+#include "torch_binding.h"
 
 namespace {
 
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using torch::headeronly::ScalarType;
+using txl::OptionalTensor;
+using txl::ScalarType;
+using txl::Tensor;
 
 txl::DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -28,18 +22,9 @@ txl::DType dtype_of(const Tensor& x) {
   }
 }
 
-// [B, H, rows, D], or [H, rows, D] and [H, D] with the missing dimensions' strides 0.
 txl::View view(const Tensor& x, const char* name) {
-  const int64_t dims = x.dim();
   STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
-  STD_TORCH_CHECK(x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1, name,
-                  " must have a contiguous last dimension");
-  txl::View v;
-  v.data = x.data_ptr();
-  if (dims == 4) v.batch = x.stride(0);
-  v.head = x.stride(dims == 4 ? 1 : 0);
-  if (dims >= 3) v.row = x.stride(dims - 2);
-  return v;
+  return txl::view(x, name);
 }
 
 txl::View view(const OptionalTensor& x, const char* name) { return x ? view(*x, name) : txl::View{}; }
@@ -47,17 +32,10 @@ txl::View view(const OptionalTensor& x, const char* name) { return x ? view(*x, 
 txl::Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
                      const OptionalTensor& dropout_seed, bool causal, int64_t window_left,
                      int64_t window_right, int64_t r_zero, double scale, double dropout_p) {
-  txl::Problem p;
-  p.B = q.size(0), p.H = q.size(1), p.L = q.size(2), p.D = q.size(3);
-  p.K = k.size(2), p.N = r.size(1);
-  p.r_zero = r_zero;
-  p.window_left = window_left, p.window_right = window_right;
-  p.causal = causal;
-  p.scale = scale;
-  p.dropout_p = dropout_p;
-  p.dropout_seed =
-      dropout_p > 0 ? static_cast<uint64_t>(*static_cast<const int64_t*>(dropout_seed->data_ptr())) : 0;
-  p.key_range = key_range ? static_cast<const int32_t*>(key_range->data_ptr()) : nullptr;
+  txl::Problem p =
+      txl::problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p);
+  if (dropout_p > 0)
+    p.dropout_seed = static_cast<uint64_t>(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
   return p;
 }
 

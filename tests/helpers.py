@@ -47,13 +47,15 @@ class Backend:
 # Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_TILES = 8
+# So do the CUDA kernels, built by tests/cuda_emulation/build_emulation.py; the variable names the library.
+EMULATED = bool(os.environ.get("TXL_CUDA_EMULATION"))
 
 # A new backend joins every test by its row here.
 BACKENDS = (
     Backend("reference", "cpu", (f32, f64, bf16)),
     Backend("cpu", "cpu", (f32, f64, bf16)),
     Backend("triton", "cpu", (f32, f16)) if INTERPRET else Backend("triton", "cuda", (f32, bf16, f16)),
-    Backend("cuda", "cuda", (f32, bf16, f16)),
+    Backend("cuda", "cpu" if EMULATED else "cuda", (bf16, f16)),
 )
 
 
@@ -64,7 +66,7 @@ def why_not(name: str) -> str | None:
     if backend.device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        t = inputs(L=1, K=1, D=1, device=backend.device)
+        t = inputs(L=1, K=1, D=1, dtype=backend.dtypes[0], device=backend.device)
         rel_attention(*(t[name] for name in TENSORS), backend=name)
     except BackendUnavailable as error:
         return str(error)

@@ -29,6 +29,8 @@ def wrong(backend: Backend, sizes: dict, options: dict) -> bool:
     """Runs a case and says on standard output how large its errors are."""
     if "key_range" in options:
         options = {**options, "key_range": key_range(*options["key_range"], device=backend.device)}
+    if sizes["dtype"] not in backend.dtypes:
+        sizes = {**sizes, "dtype": backend.dtypes[0]}
     tensors = inputs(**sizes, device=backend.device)
     dout = None if sizes["L"] == 1 else randn_like(tensors["q"])
     got, exact = run(backend, tensors, dout, **options), truth(tensors, dout, **options)

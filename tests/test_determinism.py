@@ -49,11 +49,10 @@ def test_decode_on_one_and_more_threads(backend, L, threads):
 
 
 @pytest.mark.parametrize("L", [2, 70])
-@pytest.mark.parametrize(
-    "backend, dtype", [p for p in each_dtype(exact=True) if not p.id.startswith("reference")]
-)
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype(exact=True) if p.id.startswith("cpu")])
 def test_a_batch_gives_what_its_entries_give_alone(backend, dtype, L):
-    """Forward, and the gradients that are not summed over the batch."""
+    """Forward, and the gradients that are not summed over the batch. On a GPU the size of the batch decides
+    how far keys are shared out."""
     tensors = inputs(B=3, H=2, L=L, K=300, D=40, dtype=dtype, device=backend.device)
     ranges = key_range((0, 300), (71, 300), (5, 200), device=backend.device)
     dout = randn_like(tensors["q"])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import INTERPRET, python, why_not
+from helpers import EMULATED, INTERPRET, python, why_not
 
 import txl_kernels
 
@@ -137,8 +137,8 @@ def test_backend_of_no_version():
 def test_named_backend_never_falls_back(name):
     import torch
 
-    if why_not(name) is None and INTERPRET:
-        pytest.skip("TRITON_INTERPRET=1: it runs on the CPU")
+    if why_not(name) is None and (INTERPRET or EMULATED):
+        pytest.skip("TRITON_INTERPRET or TXL_CUDA_EMULATION: it runs on the CPU")
     q = torch.ones(1, 1, 2, 4)
     with pytest.raises(txl_kernels.BackendUnavailable, match=name):
         txl_kernels.rel_attention(q, q, q, q[0], backend=name)

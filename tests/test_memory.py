@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
-from helpers import INTERPRET, each_fused, inputs, python
+from helpers import EMULATED, INTERPRET, each_fused, inputs, python
 
 MiB = 2**20
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
     pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: an interpreter's memory tells nothing"),
+    pytest.mark.skipif(EMULATED, reason="TXL_CUDA_EMULATION: an emulation's memory tells nothing"),
 ]
 
 # Prints the peak of resident memory during the call, less what was resident before it, less the tensors that

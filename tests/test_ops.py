@@ -44,7 +44,8 @@ def transposed(t):
 def case(name, backend):
     """(tensors, options) of a call; skips a dtype that the backend lacks."""
     sizes, options = OPTIONS[name]
-    if sizes.get("dtype", f32) not in backend.dtypes:
+    sizes = {"dtype": backend.dtypes[0], **sizes}
+    if sizes["dtype"] not in backend.dtypes:
         pytest.skip(f"{backend.name} has no {sizes['dtype']}")
     tensors = inputs(**sizes, device=backend.device)
     if name == "one-bias":
@@ -187,9 +188,9 @@ def test_compile_with_inductor(backend):
         out = rel_attention(q[:, :, 4:], k, v, r, bias_u, bias_v, backend=backend.name)
         return (out.transpose(1, 2).flatten(2) * 1.5).relu().sum(-1)
 
-    tensors = inputs(L=5, K=9, device=backend.device)
-    x = randn_like(torch.empty(2, 9, 16, device=backend.device))
-    weight = randn_like(torch.empty(16, 48, device=backend.device), seed=2)
+    tensors = inputs(L=5, K=9, dtype=backend.dtypes[0], device=backend.device)
+    x = randn_like(tensors["q"].new_empty(2, 9, 16))
+    weight = randn_like(tensors["q"].new_empty(16, 48), seed=2)
     arguments = [x, weight, tensors["r"], tensors["bias_u"], tensors["bias_v"]]
     results = []
     for function in (layer, torch.compile(layer, fullgraph=True)):
@@ -213,7 +214,7 @@ def test_dynamic_shapes_compile_once(backend, grad):
     # Sizes that are equal in the first call would be taken for one size.
     graphs = []
     for B, L, K, N, window in [(3, 5, 12, 10, 4), (4, 7, 13, 6, 5), (5, 4, 40, 40, 17), (2, 33, 33, 33, 9)]:
-        tensors = inputs(B=B, L=L, K=K, N=N, device=backend.device)
+        tensors = inputs(B=B, L=L, K=K, N=N, dtype=backend.dtypes[0], device=backend.device)
         expected = run(backend, tensors, window_size=(window, 0))
         arguments = [t.clone().requires_grad_(grad) for t in tensors.values()]
         with torch.set_grad_enabled(grad):
@@ -228,7 +229,7 @@ def test_dynamic_shapes_compile_once(backend, grad):
 def test_compiled_dropout_follows_manual_seed(backend):
     """The seed is drawn inside the graph, without leaving it: other entries in each call, the same after
     manual_seed. Gradients belong to the call's own mask."""
-    tensors = inputs(L=20, K=30, D=20, device=backend.device)
+    tensors = inputs(L=20, K=30, D=20, dtype=backend.dtypes[0], device=backend.device)
     dout = randn_like(tensors["q"])
     compiled = torch.compile(rel_attention, fullgraph=True, backend="aot_eager")
 
@@ -269,7 +270,7 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize("backend", each_fused())
 def test_export(backend, grad, strict, tmp_path):
     """One node in the graph, symbolic batch, length and memory; saved, loaded and run at other sizes."""
-    tensors = inputs(B=2, L=5, K=9, N=6, device=backend.device)
+    tensors = inputs(B=2, L=5, K=9, N=6, dtype=backend.dtypes[0], device=backend.device)
     batch, length, keys, rows = (torch.export.Dim(n, min=2, max=4096) for n in ("B", "L", "K", "N"))
     shapes = ({0: batch, 2: length}, {0: batch, 2: keys}, {0: batch, 2: keys}, {1: rows}, None, None)
     with torch.set_grad_enabled(grad):
@@ -281,7 +282,7 @@ def test_export(backend, grad, strict, tmp_path):
     torch.export.save(exported, tmp_path / "attention.pt2")
     loaded = torch.export.load(tmp_path / "attention.pt2").module()
     for sizes in (dict(B=2, L=5, K=9, N=6), dict(B=3, L=20, K=77, N=40)):
-        tensors = inputs(**sizes, device=backend.device)
+        tensors = inputs(**sizes, dtype=backend.dtypes[0], device=backend.device)
         assert torch.equal(loaded(*tensors.values()), run(backend, tensors)["out"])
 
 
@@ -291,7 +292,7 @@ def test_export(backend, grad, strict, tmp_path):
 @pytest.mark.parametrize("backend", each_fused(bf16))
 def test_autocast(backend):
     """Inputs are cast, outputs are in the autocast dtype, gradients come back in the dtype of the leaves."""
-    tensors = inputs(B=2, L=20, K=33, D=16, device=backend.device)
+    tensors = inputs(B=2, L=20, K=33, D=16, dtype=f32, device=backend.device)
     dout = randn_like(tensors["q"]).to(bf16)
     leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
     with torch.autocast(backend.device, dtype=bf16):
@@ -308,7 +309,7 @@ def test_autocast(backend):
 @pytest.mark.parametrize("backend", each_fused(bf16))
 def test_autocast_of_mixed_dtypes(backend):
     """As in a model: q, k, v from an autocast Linear are bfloat16, r and the biases are still float32."""
-    tensors = inputs(B=1, L=10, K=16, D=16, device=backend.device)
+    tensors = inputs(B=1, L=10, K=16, D=16, dtype=f32, device=backend.device)
     mixed = {n: t.to(bf16) if n in ("q", "k", "v") else t for n, t in tensors.items()}
     with torch.autocast(backend.device, dtype=bf16):
         out = rel_attention(**mixed, backend=backend.name)
@@ -327,7 +328,7 @@ def test_autocast_leaves_float64_alone(backend):
 
 @pytest.mark.parametrize("backend", each_fused(bf16))
 def test_compiled_autocast(backend):
-    tensors = inputs(L=10, K=16, device=backend.device)
+    tensors = inputs(L=10, K=16, dtype=backend.dtypes[0], device=backend.device)
     compiled = torch.compile(rel_attention, fullgraph=True, backend="aot_eager")
     with torch.autocast(backend.device, dtype=bf16):
         assert torch.equal(
@@ -342,7 +343,7 @@ def test_compiled_autocast(backend):
 @pytest.mark.parametrize("backend", each_fused())
 def test_forward_mode_is_refused(backend, requires_grad):
     """No formula for tangents: an error, not a derivative of zero."""
-    tensors = inputs(L=4, K=6, device=backend.device)
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
     q = tensors["q"].requires_grad_(requires_grad)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
@@ -353,7 +354,7 @@ def test_forward_mode_is_refused(backend, requires_grad):
 @pytest.mark.parametrize("backend", each_fused())
 def test_saved_for_backward(backend):
     """q, k, v, r, both biases, out and lse, and nothing larger."""
-    tensors = inputs(B=1, H=2, L=40, K=90, D=8, device=backend.device)
+    tensors = inputs(B=1, H=2, L=40, K=90, D=8, dtype=backend.dtypes[0], device=backend.device)
     saved = []
 
     def pack(t):
@@ -369,7 +370,7 @@ def test_saved_for_backward(backend):
 
 @pytest.mark.parametrize("backend", each_fused())
 def test_unused_output_passes_no_gradient(backend):
-    tensors = inputs(L=4, K=6, device=backend.device)
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
     q = tensors["q"].requires_grad_()
     out, lse = rel_attention(**tensors, return_lse=True, backend=backend.name)
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -382,7 +383,9 @@ def test_unused_output_passes_no_gradient(backend):
 def test_inputs_changed_after_forward_are_noticed(backend):
     """Backward recomputes from the inputs: changing one in between is an error, as for torch's own ops."""
     for name in TENSORS:
-        tensors = {n: t.clone() for n, t in inputs(L=4, K=6, device=backend.device).items()}
+        tensors = {
+            n: t.clone() for n, t in inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device).items()
+        }
         weight = torch.ones((), device=backend.device, requires_grad=True)
         out = rel_attention(
             **{n: t * weight for n, t in tensors.items() if n != name}, **{name: tensors[name]}

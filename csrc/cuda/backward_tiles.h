@@ -1,0 +1,390 @@
+// What the backward kernels share: the workspace, the kernel that fills it first, gradients of a tile's
+// scores. With P the probabilities and keep the dropout mask over 1 - p:
+//
+//   dP = dO v^T * keep              delta = sum_d dO * out          dS = P * (dP - delta)
+//   dv = (P * keep)^T dO            dk = scale dS^T (q + u)
+//   dq = scale (dS k + band(dS) r)  dr = scale band(dS)^T (q + v)
+//
+// The sums of dq over the queries, du and v's gradient, are taken where they are short: with s_j the sum of
+// dS over a key's queries, du = scale sum_j s_j k_j; and likewise over the rows of r. The names and the order
+// of steps are those of txl_kernels/triton/_backward.py.
+#pragma once
+
+#include "tiles.h"
+
+namespace txl::cuda {
+
+// ---- Workspace ----
+
+// Of a query: lse to base 2, delta, and (q + v) . r at both ends of r, the position term of far tiles.
+struct alignas(16) Statistics {
+  float lse, delta, first, last;
+};
+
+// What the kernels pass on, in this order. q + u and q + v are rounded as the operands of a product must be,
+// their sign is turned if scale is negative, and rows are filled up with zeros to a multiple of 16 bytes.
+struct Workspace {
+  static constexpr int kKeys = 32, kRows = 64, kQueries = 64;  // no block has fewer of each
+
+  Statistics* queries;  // [B, H, L]
+  void *q_u, *q_v;      // [B, H, L, row]
+  // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. Parts
+  // [B, H, blocks of queries, 2, D + 1] and their sums [H, 2, D + 1]; none if no pair is clamped.
+  float *clamped_parts, *clamped;
+  float* du_parts;  // [B, H, blocks of keys, D]
+  float* dv_parts;  // [splits, H, blocks of rows, D]
+  float* dr_parts;  // [splits, H, N, D], of more than one split
+  int64_t row;      // elements
+  int splits;       // shares of the batch that have a dr of their own, for there are few rows of r
+  int64_t entries;  // of the batch in a split
+  int64_t floats = 0;
+
+  Workspace(const Problem& p, float* base) {
+    const auto up = [](int64_t x, int64_t n) { return (x + n - 1) / n; };
+    const auto take = [&](int64_t count) {
+      float* at = base ? base + floats : nullptr;
+      floats += up(count, 4) * 4;
+      return at;
+    };
+    const int64_t heads = p.B * p.H;
+    const int64_t wanted = up(256, larger<int64_t>(up(p.N, kRows) * p.H, 1));
+    entries = up(p.B, larger<int64_t>(smaller(wanted, p.B), 1));
+    splits = static_cast<int>(p.B ? up(p.B, entries) : 1);
+    row = up(p.D, 8) * 8;
+    queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
+    q_u = take(heads * p.L * row / 2);
+    q_v = take(heads * p.L * row / 2);
+    const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
+    clamped_parts = take(heads * up(p.L, kQueries) * ends);
+    clamped = take(p.H * ends);
+    du_parts = take(heads * up(p.K, kKeys) * p.D);
+    dv_parts = take(splits * p.H * up(p.N, kRows) * p.D);
+    dr_parts = take(splits > 1 ? splits * p.H * p.N * p.D : 0);
+  }
+
+  // Whether any pair of the call may use a row of r because its own lies outside.
+  static bool clamps(const Problem& p) {
+    int64_t left = p.K - 1, right = p.causal ? 0 : p.L - 1;
+    if (p.window_left >= 0) left = smaller(left, p.window_left);
+    if (p.window_right >= 0) right = smaller(right, p.window_right);
+    return p.r_zero < left || p.r_zero + right > p.N - 1;
+  }
+};
+
+struct BackwardParams {
+  Problem p;
+  Backward t;
+  const int64_t* dropout_seed;
+  Workspace w;
+  bool clamps;
+
+  TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
+  // What turns a sum of dS with q + u or q + v into a gradient.
+  TXL_DEVICE float query_scale() const { return static_cast<float>(p.scale < 0 ? -p.scale : p.scale); }
+  // exp2(score * scale): as in forward.
+  TXL_DEVICE float score_scale() const { return larger(query_scale(), 1e-30f) * kLog2e; }
+  TXL_DEVICE float kept_scale() const { return static_cast<float>(1 / (1 - p.dropout_p)); }
+
+  // Rows of w.q_u or w.q_v.
+  template <typename E>
+  TXL_DEVICE Source<E> query_rows(void* data, int64_t b, int64_t h) const {
+    Source<E> rows({data, p.H * p.L * w.row, p.L * w.row, w.row}, b, h, p);
+    rows.D = static_cast<int>(w.row), rows.wide = true;
+    return rows;
+  }
+};
+
+// ---- Fragments ----
+
+// An A operand: 16 rows from `row` on, 16 channels from 16 d on.
+template <int kHead>
+TXL_DEVICE Fragment load_fragment(Rows<kHead> rows, int row, int d) {
+  Fragment a;
+  const Corner corner = corner_a();
+  load_matrix_x4(a.r, rows.at(row + corner.row, 16 * d + corner.channel));
+  return a;
+}
+
+// An A operand from two n8 tiles of accumulators.
+template <typename E>
+TXL_DEVICE Fragment to_fragment(const float (&x)[4], const float (&y)[4]) {
+  return {{pack<E>(x[0], x[1]), pack<E>(x[2], x[3]), pack<E>(y[0], y[1]), pack<E>(y[2], y[3])}};
+}
+
+TXL_DEVICE float finite(float x) { return x - x == 0 ? x : 0.0f; }
+
+// Ones where an element is NaN or infinite.
+template <typename E>
+TXL_DEVICE uint32_t not_finite(uint32_t x) {
+  constexpr uint32_t kExponent = is_bf16<E> ? 0x7f80u : 0x7c00u;
+  return ((x & kExponent) == kExponent ? 0xffffu : 0) |
+         ((x >> 16 & kExponent) == kExponent ? 0xffff0000u : 0);
+}
+
+// acc += a rows for 16 rows from `row` on, and the channels from `channel` on. kFinite: zeros stand for what
+// is not finite, as a pair that is not seen has dS 0, but 0 * NaN is NaN. What a pair that is seen multiplies
+// its dS with is not missed: its lse, and so dS itself, is NaN.
+template <bool kFinite, typename E, int kHead, int kTiles>
+TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Fragment& a, Rows<kHead> rows, int row, int channel) {
+  const Corner corner = corner_b_trans();
+  TXL_UNROLL_GPU
+  for (int d = 0; d < kTiles; d += 2) {
+    uint32_t x[4];
+    load_matrix_x4_trans(x, rows.at(row + corner.row, channel + 8 * d + corner.channel));
+    if constexpr (kFinite)
+      for (uint32_t& pair : x) pair &= ~not_finite<E>(pair);
+    mma<E>(acc[d], a.r, {x[0], x[1]});
+    mma<E>(acc[d + 1], a.r, {x[2], x[3]});
+  }
+}
+
+// ---- Masks in 32 bits ----
+
+// Problem's, for a batch entry.
+struct Mask {
+  int lo, hi, below, above, L;  // keys, their least distance to the query, and the one that is too much
+
+  TXL_DEVICE Mask(const Problem& p, Range batch)
+      : lo(static_cast<int>(batch.lo)), hi(static_cast<int>(batch.hi)), L(static_cast<int>(p.L)) {
+    const int64_t left = p.window_left < 0 ? p.K : p.window_left;
+    const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
+    below = static_cast<int>(p.position(0) - left), above = static_cast<int>(p.position(0) + right + 1);
+  }
+
+  TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
+  TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
+};
+
+// ---- Results ----
+
+// acc * factor to the warp's 16 rows from `row` on, the channels from `channel` on.
+template <typename E, int kHead, int kTiles>
+TXL_DEVICE void put_rows(Rows<kHead> to, int row, int channel, const float (&acc)[kTiles][4], float factor) {
+  TXL_UNROLL_GPU
+  for (int d = 0; d < kTiles; ++d)
+    for (int y = 0; y < 2; ++y)
+      store_shared(to.at(row + lane() / 4 + 8 * y, channel + 8 * d + lane() % 4 * 2),
+                   pack<E>(acc[d][2 * y] * factor, acc[d][2 * y + 1] * factor));
+}
+
+// Rows in shared memory become the tensor's from `first` on, as many as it has. All threads of the block take
+// part.
+template <int kHead, int kThreads, typename E>
+TXL_DEVICE void write_rows(Rows<kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
+  count = static_cast<int>(smaller<int64_t>(count, end - first));
+  E* const data = const_cast<E*>(to.data) + first * to.row;
+  if (to.wide) {
+    constexpr int kPieces = kHead / 8;
+    TXL_NO_UNROLL_GPU
+    for (int place = thread_index(); place < count * kPieces; place += kThreads) {
+      const int n = place / kPieces, channel = place % kPieces * 8;
+      if (channel < to.D)
+        store_global(reinterpret_cast<uint4*>(data + n * to.row + channel),
+                     load_shared<uint4>(from.at(n, channel)));
+    }
+  } else {
+    TXL_NO_UNROLL_GPU
+    for (int place = thread_index(); place < count * kHead; place += kThreads) {
+      const int n = place / kHead, channel = place % kHead;
+      if (channel < to.D) store_global(data + n * to.row + channel, load_shared<E>(from.at(n, channel)));
+    }
+  }
+}
+
+// ---- Tiles whose columns are queries ----
+//
+// Of the transposed tiles of dk, dv and dr a lane holds, for n8 tile n, element x: query 8 n + 2 (lane % 4)
+// + x % 2, row lane / 4 + 8 (x / 2) of the warp's 16. The band that their scores start from was computed the
+// other way round, 16 queries at a time, and is read where each query has moved.
+
+template <int BM, int BN>
+struct BandOfTile {
+  static constexpr int kColumns = 16 + BN;
+  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice.
+  static constexpr int kPitch = kColumns + 8;
+  static constexpr uint32_t kBytes = BM * kPitch * 4;
+  static_assert(kColumns % 16 == 0, "8 words of padding, of 16 bits for every 16th key");
+
+  uint32_t address;
+
+  // kParts warps share out the columns of 16 queries by twos of n8 tiles, and if one more is left for each,
+  // by ones: where a part has its n8 tile n. No two cross a multiple of 16.
+  template <int kParts>
+  static constexpr int kTiles = kColumns / 8 / kParts;
+  template <int kParts>
+  static TXL_DEVICE int column(int part, int n) {
+    const bool alone = n == kTiles<kParts> - 1 && n % 2 == 0;
+    return n / 2 * 16 * kParts + (alone ? 8 : 16) * part + n % 2 * 8;
+  }
+
+  template <int kParts>
+  TXL_DEVICE void write(const float (&x)[kTiles<kParts>][4], int query, int part) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles<kParts>; ++n)
+      for (int y = 0; y < 2; ++y)
+        store_shared(at(query + lane() / 4 + 8 * y, column<kParts>(part, n) + lane() % 4 * 2),
+                     float2{x[n][2 * y], x[n][2 * y + 1]});
+  }
+
+  // kStep -1: row m of query y is column 15 - y % 16 + m; +1: column y % 16 + m.
+  template <int kStep>
+  TXL_DEVICE float read(int n, int x, int row) const {
+    const int query = 8 * n + x % 2, moved = (kStep < 0 ? 15 : 0) + kStep * (query % 16);
+    const uint32_t of_lane = at(lane() % 4 * 2, row + lane() / 4 + kStep * (lane() % 4 * 2));
+    return load_shared<float>(of_lane + static_cast<uint32_t>(query * kPitch + moved + x / 2 * 8) * 4);
+  }
+
+  // Which pairs dropout keeps lies behind a query's columns: 16 bits for each of 16 neighbouring keys.
+  TXL_DEVICE void write_kept(int query, int key, uint32_t kept) {
+    store_shared(at(query, kColumns) + static_cast<uint32_t>(key) * 2, static_cast<uint16_t>(kept));
+  }
+  TXL_DEVICE uint32_t kept(int query, int key) const {
+    return load_shared<uint16_t>(at(query, kColumns) + static_cast<uint32_t>(key) * 2);
+  }
+
+ private:
+  TXL_DEVICE uint32_t at(int query, int column) const {
+    return address + static_cast<uint32_t>(query * kPitch + column) * 4;
+  }
+};
+
+// Bit w: the call's word w keeps its key.
+TXL_DEVICE uint32_t kept_words(uint64_t seed, uint32_t threshold, uint32_t call, int b, int h, int i) {
+  uint32_t word[4], kept = 0;
+  philox(word, seed, call, b, h, i);
+  for (int w = 0; w < 4; ++w) kept |= word[w] >= threshold ? 1u << w : 0;
+  return kept;
+}
+
+// Starts to copy what is known of BM queries from i0 on.
+template <int BM>
+TXL_DEVICE void copy_statistics(uint32_t to, const Statistics* queries, int i0, int64_t L) {
+  if (thread_index() >= BM) return;
+  const int64_t i = i0 + thread_index();
+  copy_async_16(to + static_cast<uint32_t>(thread_index()) * 16, queries + (i < L ? i : 0), i < L);
+}
+
+// ---- The kernel that runs first: the workspace's rows of queries ----
+
+template <typename E, int kHead>
+struct PrepareKernel {
+  using Params = BackwardParams;
+  static constexpr int kThreads = 128;
+  // A thread has 8 channels of a query, the threads of a query are neighbours.
+  static constexpr int kPieces = kHead <= 32 ? 4 : kHead <= 64 ? 8 : kHead <= 128 ? 16 : 32;
+  static constexpr int kQueries = kThreads / kPieces;
+
+  static int64_t blocks(const Params& x) { return (x.p.B * x.p.H * x.p.L + kQueries - 1) / kQueries; }
+
+  static TXL_DEVICE void run(const Params& x) {
+    const Problem& p = x.p;
+    const Backward& t = x.t;
+    const int channel = thread_index() % kPieces * 8;
+    const int64_t row = static_cast<int64_t>(block_index()) * kQueries + thread_index() / kPieces;
+    const bool exists = row < p.B * p.H * p.L;
+    const int64_t i = exists ? row % p.L : 0, h = exists ? row / p.L % p.H : 0;
+    const int64_t b = exists ? row / p.L / p.H : 0;
+    const float sign = p.scale < 0 ? -1.0f : 1.0f;
+    const Eight q = load(t.q, b, h, i, channel, p);
+    const Eight u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
+    const Eight out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);
+    const Eight r_first = load(t.r, 0, h, 0, channel, p), r_last = load(t.r, 0, h, p.N - 1, channel, p);
+
+    Stored q_u, q_v;
+    float delta = 0, first = 0, last = 0;
+    TXL_UNROLL_GPU
+    for (int d = 0; d < 8; ++d) {
+      q_u.x[d] = from_float<E>(sign * (q.x[d] + u.x[d]));
+      q_v.x[d] = from_float<E>(sign * (q.x[d] + v.x[d]));
+      delta += dout.x[d] * out.x[d];
+      first += to_float(q_v.x[d]) * r_first.x[d];
+      last += to_float(q_v.x[d]) * r_last.x[d];
+    }
+    for (int mask = 1; mask < kPieces; mask *= 2) {
+      delta += shuffle_xor(delta, mask);
+      first += shuffle_xor(first, mask);
+      last += shuffle_xor(last, mask);
+    }
+    if (!exists) return;
+    if (channel < x.w.row) {
+      const int64_t at = (row * x.w.row + channel) / 8;
+      store_global(static_cast<Stored*>(x.w.q_u) + at, q_u);
+      store_global(static_cast<Stored*>(x.w.q_v) + at, q_v);
+    }
+    const float lse = load_global(static_cast<const float*>(t.lse) + row) * kLog2e;
+    if (channel == 0) store_global(x.w.queries + row, Statistics{lse, delta, first, last});
+  }
+
+ private:
+  struct Eight {
+    float x[8];
+  };
+  struct alignas(16) Stored {
+    E x[8];
+  };
+
+  // Zeros beyond D, and if there is no such tensor.
+  static TXL_DEVICE Eight load(const View& view, int64_t b, int64_t h, int64_t i, int channel,
+                               const Problem& p) {
+    Eight y{};
+    if (!view.data || channel >= p.D) return y;
+    const Source<E> source(view, b, h, p);
+    const E* from = source.data + i * source.row + channel;
+    if (source.wide) {
+      const uint4 word = load_global(reinterpret_cast<const uint4*>(from));
+      const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 4; ++n) {
+        const float2 pair = unpack<E>(pairs[n]);
+        y.x[2 * n] = pair.x, y.x[2 * n + 1] = pair.y;
+      }
+    } else {
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 8; ++n)
+        if (channel + n < p.D) y.x[n] = to_float(load_global(from + n));
+    }
+    return y;
+  }
+};
+
+// ---- The kernel that runs after others: sums of their parts, in order ----
+
+// out[h, w / D, w % D] = factor * sum of parts[outer, h, inner, w] for w < width.
+struct SumParams {
+  const float* parts;
+  int64_t outer, H, inner, width, D;
+  View out;
+  float factor;
+};
+
+template <typename Out>
+struct SumKernel {
+  using Params = SumParams;
+  // 8 neighbouring elements at a time, the parts dealt out among 16 threads for each.
+  static constexpr int kThreads = 128, kElements = 8, kShares = kThreads / kElements;
+  static constexpr uint32_t kSharedBytes = kThreads * 4;
+
+  static int64_t blocks(const Params& x) { return (x.width + kElements - 1) / kElements * x.H; }
+
+  static TXL_DEVICE void run(const Params& x) {
+    const int64_t groups = (x.width + kElements - 1) / kElements, h = block_index() / groups;
+    const int64_t w = block_index() % groups * kElements + thread_index() % kElements;
+    float sum = 0;
+    if (w < x.width)
+      for (int64_t n = thread_index() / kElements; n < x.outer * x.inner; n += kShares)
+        sum += load_global(x.parts + ((n / x.inner * x.H + h) * x.inner + n % x.inner) * x.width + w);
+    store_shared(shared_base() + static_cast<uint32_t>(thread_index()) * 4, sum);
+    sync_threads();
+    if (thread_index() >= kElements || w >= x.width) return;
+    for (int share = 1; share < kShares; ++share)
+      sum +=
+          load_shared<float>(shared_base() + static_cast<uint32_t>(share * kElements + thread_index()) * 4);
+    Out* to = x.out.at<Out>(0, h, w / x.D) + w % x.D;
+    if constexpr (is_element<Out>)
+      store_global(to, from_float<Out>(sum * x.factor));
+    else
+      store_global(to, sum * x.factor);
+  }
+};
+
+}  // namespace txl::cuda

@@ -1,0 +1,40 @@
+// The CUDA kernels without torch: the seam between the torch binding, the choice of a kernel and the kernels,
+// which are compiled one class of head dimensions and one element type at a time.
+//
+// Pointers are the device's; work is queued on `stream`. What returns an int returns a cudaError_t: 0 if all
+// went well.
+#pragma once
+
+#include <string>
+
+#include "../rel_attn.h"
+
+namespace txl::cuda {
+
+struct bf16;
+struct f16;
+
+// dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
+// parts, float32 [splits, B * H * L * (D + 1)].
+int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
+            float* parts, void* stream);
+
+// workspace: as many float32 as backward_workspace says.
+int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
+             void* stream);
+int64_t backward_workspace(DType dtype, const Problem& p);
+
+std::string error_text(int error);
+std::string targets();  // what was compiled for: "sm_80 sm_90 compute_90"
+
+// One class and type: what a translation unit of kernels.cu defines.
+template <typename E, int kHead>
+struct Kernels {
+  static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
+                     float* parts, void* stream);
+  static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
+                      void* stream);
+  static int64_t backward_workspace(const Problem& p);
+};
+
+}  // namespace txl::cuda

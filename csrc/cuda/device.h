@@ -1,0 +1,396 @@
+// What a kernel needs from the machine, sm_80 and later: under nvcc PTX, otherwise the emulation, so that one
+// kernel source runs on the GPU and, slowly but checked, on a host without one. The host compiler finds
+// emulation.h by -I tests/cuda_emulation.
+//
+// A kernel is a struct; blocks and grids have one dimension, shared memory is dynamic only:
+//
+//   struct Kernel {
+//     struct Params { ... };                     // pointers, sizes
+//     static constexpr int kThreads = 128;       // of a block, a multiple of 32
+//     static TXL_DEVICE void run(const Params&);
+//   };
+//   launch<Kernel>(blocks, shared_bytes, params, stream);
+//
+// Kernels live in this namespace: float2 and its like are then the same name for both compilers.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define TXL_DEVICE __device__ __forceinline__
+#define TXL_UNROLL_GPU _Pragma("unroll")
+#else
+#include "emulation.h"
+#define TXL_DEVICE inline __attribute__((always_inline))  // see TXL_COLLECTIVE
+#define TXL_UNROLL_GPU                                    // nothing to gain
+#endif
+
+namespace txl::cuda {
+
+// The 16-bit elements, as bits: storage, and the tag that names an instruction's element type.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+template <typename E>
+constexpr bool is_bf16 = std::is_same_v<E, bf16>;
+template <typename E>
+constexpr bool is_element = is_bf16<E> || std::is_same_v<E, f16>;
+
+template <typename To, typename From>
+TXL_DEVICE To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To y;
+  memcpy(&y, &x, sizeof(y));
+  return y;
+}
+
+#if defined(__CUDACC__)
+
+using ::float2;
+using ::float4;
+using ::uint2;
+using ::uint4;
+
+TXL_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+TXL_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+
+TXL_DEVICE void sync_threads() { __syncthreads(); }
+TXL_DEVICE void sync_warp() { __syncwarp(); }  // orders memory within the warp; shuffles and votes do not
+
+// All 32 lanes take part. T: float, int32_t, uint32_t.
+template <typename T>
+TXL_DEVICE T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+template <typename T>
+TXL_DEVICE T shuffle(T x, int source_lane) {
+  return __shfl_sync(0xffffffffu, x, source_lane);
+}
+TXL_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
+
+// Shared memory is addressed in PTX's shared space: 32-bit byte addresses, not pointers. A multiple of 128.
+TXL_DEVICE uint32_t shared_base() {
+  extern __shared__ __align__(128) unsigned char txl_shared_memory[];
+  return static_cast<uint32_t>(__cvta_generic_to_shared(txl_shared_memory));
+}
+
+// T of 2, 4, 8 or 16 bytes; address a multiple of its size. Every access to memory clobbers "memory", or the
+// compiler could move it over a barrier.
+template <typename T>
+TXL_DEVICE T load_shared(uint32_t address) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "2, 4, 8, 16 bytes");
+  if constexpr (sizeof(T) == 2) {
+    uint16_t x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return bits<T>(x);
+  } else if constexpr (sizeof(T) == 4) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return bits<T>(x);
+  } else if constexpr (sizeof(T) == 8) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return bits<T>(x);
+  } else {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return bits<T>(x);
+  }
+}
+
+template <typename T>
+TXL_DEVICE void store_shared(uint32_t address, T value) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "2, 4, 8, 16 bytes");
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(bits<uint16_t>(value)) : "memory");
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(bits<uint32_t>(value)) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    const uint2 x = bits<uint2>(value);
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
+  } else {
+    const uint4 x = bits<uint4>(value);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+  }
+}
+
+// 8x8 matrices of 16-bit elements, one per register. Lane 8 i + j gives the address of row j of matrix i
+// (16 bytes, a multiple of 16); lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, the first
+// in the lower half; _trans: those elements of column l / 4. Of x2, lanes 0 to 15 give the addresses.
+TXL_DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row_address)
+               : "memory");
+}
+TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row_address)
+               : "memory");
+}
+TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row_address)
+               : "memory");
+}
+TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row_address)
+               : "memory");
+}
+
+// d[16, 8] += a[16, 16] b[16, 8]. With g = lane / 4, t = lane % 4 the lane holds
+//   d[i]: row g + 8 (i / 2), column 2 t + i % 2
+//   a[i]: row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next
+//   b[i]: rows 2 t + 8 i and the next, column g
+template <typename E>
+TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(is_element<E>, "bf16 or f16");
+  if constexpr (is_bf16<E>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// Starts a copy of 16, 8 or 4 bytes, both addresses multiples of the size; zeros where not valid, and the
+// global address is then not read. What was copied is there for the copying thread after wait_copies, for
+// other threads after a barrier that follows it.
+TXL_DEVICE void copy_async_16(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+TXL_DEVICE void copy_async_8(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 8 : 0)
+               : "memory");
+}
+TXL_DEVICE void copy_async_4(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
+               : "memory");
+}
+// The thread's copies since its last commit become one group, even if there are none.
+TXL_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most n of the thread's groups, the last ones, are unfinished.
+template <int n>
+TXL_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+}
+
+// T of 2, 4, 8 or 16 bytes, p a multiple of its size. load_global takes the read-only path: nothing may write
+// there while the kernel runs.
+template <typename T>
+TXL_DEVICE T load_global(const T* p) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "2, 4, 8, 16 bytes");
+  if constexpr (sizeof(T) == 2) {
+    return bits<T>(__ldg(reinterpret_cast<const unsigned short*>(p)));
+  } else if constexpr (sizeof(T) == 4) {
+    return bits<T>(__ldg(reinterpret_cast<const unsigned int*>(p)));
+  } else if constexpr (sizeof(T) == 8) {
+    return bits<T>(__ldg(reinterpret_cast<const uint2*>(p)));
+  } else {
+    return bits<T>(__ldg(reinterpret_cast<const uint4*>(p)));
+  }
+}
+
+template <typename T>
+TXL_DEVICE void store_global(T* p, T value) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "2, 4, 8, 16 bytes");
+  const size_t address = __cvta_generic_to_global(p);
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(bits<uint16_t>(value)) : "memory");
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(bits<uint32_t>(value)) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    const uint2 x = bits<uint2>(value);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(x.x), "r"(x.y) : "memory");
+  } else {
+    const uint4 x = bits<uint4>(value);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+  }
+}
+
+// Rounds to nearest even; overflow to infinity; NaN stays NaN.
+template <typename E>
+TXL_DEVICE E from_float(float x) {
+  static_assert(is_element<E>, "bf16 or f16");
+  E y;
+  if constexpr (is_bf16<E>) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  } else {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  }
+  return y;
+}
+
+// Two elements in a register, lo in the lower half, as mma takes them.
+template <typename E>
+TXL_DEVICE uint32_t pack(float lo, float hi) {
+  static_assert(is_element<E>, "bf16 or f16");
+  uint32_t y;
+  if constexpr (is_bf16<E>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+  }
+  return y;
+}
+
+TXL_DEVICE float to_float(bf16 x) { return bits<float>(static_cast<uint32_t>(x.bits) << 16); }
+TXL_DEVICE float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+// To some two units in the last place; results below the normal numbers are 0. exp2_fast(-inf) = 0.
+TXL_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// log2_fast(0) = -inf, and so for what is below the normal numbers.
+TXL_DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <class K>
+__global__ void __launch_bounds__(K::kThreads) entry(const __grid_constant__ typename K::Params p) {
+  K::run(p);
+}
+
+// No blocks, no launch. On a host without CUDA: runs the emulation, returns 0 or throws std::runtime_error.
+template <class K>
+cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* stream) {
+  static_assert(K::kThreads % 32 == 0 && K::kThreads <= 1024, "whole warps");
+  if (blocks == 0) return cudaSuccess;
+  if (blocks < 0 || blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  entry<K>
+      <<<static_cast<unsigned>(blocks), K::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p);
+  return cudaGetLastError();
+}
+
+#else  // the same on the host; what each function means is said above
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+using emulation::any;
+using emulation::block_index;
+using emulation::commit_copies;
+using emulation::exp2_fast;
+using emulation::load_global;
+using emulation::load_shared;
+using emulation::log2_fast;
+using emulation::shared_base;
+using emulation::shuffle;
+using emulation::shuffle_xor;
+using emulation::store_global;
+using emulation::store_shared;
+using emulation::sync_threads;
+using emulation::sync_warp;
+using emulation::thread_index;
+using emulation::wait_copies;
+
+TXL_DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrix<4, false>(r, row); }
+TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
+  emulation::load_matrix<4, true>(r, row);
+}
+TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load_matrix<2, false>(r, row); }
+TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
+  emulation::load_matrix<2, true>(r, row);
+}
+
+template <typename E>
+TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(is_element<E>, "bf16 or f16");
+  emulation::mma<is_bf16<E>>(d, a, b);
+}
+
+inline void copy_async_16(uint32_t shared, const void* global, bool valid) {
+  emulation::copy_async<16>(shared, global, valid);
+}
+inline void copy_async_8(uint32_t shared, const void* global, bool valid) {
+  emulation::copy_async<8>(shared, global, valid);
+}
+inline void copy_async_4(uint32_t shared, const void* global, bool valid) {
+  emulation::copy_async<4>(shared, global, valid);
+}
+
+template <typename E>
+E from_float(float x) {
+  static_assert(is_element<E>, "bf16 or f16");
+  return E{is_bf16<E> ? emulation::bf16_from_float(x) : emulation::f16_from_float(x)};
+}
+template <typename E>
+uint32_t pack(float lo, float hi) {
+  return from_float<E>(lo).bits | static_cast<uint32_t>(from_float<E>(hi).bits) << 16;
+}
+inline float to_float(bf16 x) { return emulation::float_from_bf16(x.bits); }
+inline float to_float(f16 x) { return emulation::float_from_f16(x.bits); }
+
+template <class K>
+int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* /*stream*/) {
+  static_assert(K::kThreads % 32 == 0 && K::kThreads <= 1024, "whole warps");
+  emulation::run([](const void* params) { K::run(*static_cast<const typename K::Params*>(params)); }, &p,
+                 typeid(K), K::kThreads, blocks, shared_bytes);
+  return 0;
+}
+
+#endif
+
+// Both elements of a register; lane of the warp, warp of the block.
+template <typename E>
+TXL_DEVICE float2 unpack(uint32_t x) {
+  static_assert(is_element<E>, "bf16 or f16");
+  return {to_float(E{static_cast<uint16_t>(x)}), to_float(E{static_cast<uint16_t>(x >> 16)})};
+}
+
+TXL_DEVICE int lane() { return thread_index() & 31; }
+TXL_DEVICE int warp() { return thread_index() >> 5; }
+
+}  // namespace txl::cuda

@@ -1,0 +1,62 @@
+// Chooses the kernels for a dtype and a head dimension.
+#include "cuda.h"
+
+#if !defined(TXL_CUDA_EMULATION)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace txl::cuda {
+
+// f(Kernels<E, kHead>) for the smallest class that holds D.
+template <typename E, typename F>
+static auto with_head(int64_t D, F f) {
+  if (D <= 32) return f(Kernels<E, 32>{});
+  if (D <= 64) return f(Kernels<E, 64>{});
+  if (D <= 96) return f(Kernels<E, 96>{});
+  if (D <= 128) return f(Kernels<E, 128>{});
+  return f(Kernels<E, 256>{});
+}
+
+template <typename F>
+static auto with_kernels(DType dtype, int64_t D, F f) {
+  return dtype == DType::bf16 ? with_head<bf16>(D, f) : with_head<f16>(D, f);
+}
+
+// Rows of r and distances are 32-bit numbers in the kernels: a row that holds distance 0 so far outside that
+// every pair is clamped may as well lie nearer.
+static Problem bounded(Problem p) {
+  p.r_zero = p.r_zero < -p.L ? -p.L : (p.r_zero > p.K + p.N ? p.K + p.N : p.r_zero);
+  return p;
+}
+
+int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
+            float* parts, void* stream) {
+  return with_kernels(dtype, p.D, [&](auto kernels) {
+    return decltype(kernels)::forward(bounded(p), t, dropout_seed, splits, parts, stream);
+  });
+}
+
+int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
+             void* stream) {
+  return with_kernels(dtype, p.D, [&](auto kernels) {
+    return decltype(kernels)::backward(bounded(p), t, dropout_seed, workspace, stream);
+  });
+}
+
+int64_t backward_workspace(DType dtype, const Problem& p) {
+  return with_kernels(dtype, p.D,
+                      [&](auto kernels) { return decltype(kernels)::backward_workspace(bounded(p)); });
+}
+
+std::string targets() { return TXL_CUDA_TARGETS; }
+
+#if defined(TXL_CUDA_EMULATION)
+std::string error_text(int) { return "the emulation throws"; }
+#else
+std::string error_text(int error) {
+  const auto code = static_cast<cudaError_t>(error);
+  return std::string(cudaGetErrorName(code)) + ": " + cudaGetErrorString(code);
+}
+#endif
+
+}  // namespace txl::cuda

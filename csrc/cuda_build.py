@@ -1,0 +1,106 @@
+"""What of the build concerns the CUDA kernels: whether to build them, with which nvcc, for which GPUs.
+
+Environment variables:
+    TXL_BUILD_CUDA        auto (default): where nvcc is found and torch is a CUDA build; 0: no; 1: or fail
+    TORCH_CUDA_ARCH_LIST  as torch's own builds have it: "8.0;9.0+PTX" (default: 8.0, 9.0 and 10.0, as far as
+                          nvcc knows them, and PTX of the last for parts to come)
+    CUDACXX, CUDA_HOME    where nvcc is, if not on the PATH
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools.errors import PlatformError
+
+# One translation unit for each pair.
+ELEMENTS = ("bf16", "f16")
+HEADS = (32, 64, 96, 128, 256)
+
+DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
+OLDEST = 80  # cp.async, mma of bfloat16
+FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    nvcc: list[str]
+    version: str  # "13.0"
+    codes: tuple[str, ...]  # "sm_80", ..., "compute_100"
+
+    @property
+    def flags(self) -> list[str]:
+        """-gencode for every target."""
+        options = []
+        for code in self.codes:
+            number = code.split("_")[1]
+            options += ["-gencode", f"arch=compute_{number},code={code}"]
+        return options
+
+    @property
+    def include(self) -> Path:
+        return Path(shutil.which(self.nvcc[0]) or "").resolve().parent.parent / "include"
+
+
+def find_nvcc() -> list[str] | None:
+    if asked := os.environ.get("CUDACXX"):
+        return shlex.split(asked)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    for candidate in ([f"{home}/bin/nvcc"] if home else []) + ["nvcc", "/usr/local/cuda/bin/nvcc"]:
+        if found := shutil.which(candidate):
+            return [found]
+    return None
+
+
+def output_of(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def find_codes(nvcc: list[str]) -> tuple[str, ...]:
+    known = set(output_of([*nvcc, "--list-gpu-code"]).split())
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    codes = []
+    for arch in asked:
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
+        if not match:
+            raise PlatformError(f"TORCH_CUDA_ARCH_LIST: {arch!r} is not of the form 9.0 or 9.0+PTX.")
+        number = f"{match[1]}{match[2]}"
+        if int(number) < OLDEST:
+            print(f"txl-kernels: without sm_{number}: the CUDA kernels need sm_{OLDEST} or later")
+        elif f"sm_{number}" not in known:
+            raise PlatformError(f"TORCH_CUDA_ARCH_LIST has {arch}, which {nvcc[0]} does not know.")
+        else:
+            codes += [f"sm_{number}"] + [f"compute_{number}"] * bool(match[4])
+    if not asked:
+        codes = [code for arch in DEFAULT_ARCHS if (code := f"sm_{arch.replace('.', '')}") in known]
+        codes.append(codes[-1].replace("sm", "compute"))
+    if not codes:
+        raise PlatformError(f"TORCH_CUDA_ARCH_LIST={' '.join(asked)!r} has nothing from sm_{OLDEST} on.")
+    return tuple(dict.fromkeys(codes))
+
+
+def find_toolkit(torch: Path) -> tuple[Toolkit | None, str]:
+    """nvcc and its targets, or None; and what the report says of it."""
+    asked = os.environ.get("TXL_BUILD_CUDA") or "auto"
+    if asked not in ("auto", "0", "1"):
+        raise PlatformError(f"TXL_BUILD_CUDA is {asked!r}; it must be auto, 0 or 1.")
+    if asked == "0":
+        return None, "not built: TXL_BUILD_CUDA=0"
+    # torch is not imported: that takes seconds. Whether there is a GPU now says nothing about later.
+    cuda_torch = re.search(r"^cuda.*=\s*['\"]", (torch / "version.py").read_text(), re.MULTILINE)
+    if asked == "auto" and not cuda_torch:
+        return None, "not built: this torch has no CUDA (TXL_BUILD_CUDA=1 builds them all the same)"
+    nvcc = find_nvcc()
+    if nvcc is None:
+        if asked == "1":
+            raise PlatformError(
+                "TXL_BUILD_CUDA=1, but nvcc was not found: put it on the PATH or set CUDACXX."
+            )
+        return None, "not built: nvcc was not found"
+    version = re.search(r"release ([\d.]+)", output_of([*nvcc, "--version"]))
+    toolkit = Toolkit(nvcc, version[1] if version else "unknown", find_codes(nvcc))
+    return toolkit, f"{' '.join(toolkit.codes)} (nvcc {toolkit.version})"

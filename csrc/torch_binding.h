@@ -1,0 +1,49 @@
+// What the bindings share: torch's tensors as the problem's structs. LibTorch's stable ABI.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "rel_attn.h"
+
+namespace txl {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::headeronly::ScalarType;
+
+// [B, H, rows, D], or [H, rows, D] and [H, D] with the missing dimensions' strides 0.
+inline View view(const Tensor& x, const char* name) {
+  const int64_t dims = x.dim();
+  STD_TORCH_CHECK(x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1, name,
+                  " must have a contiguous last dimension");
+  View v;
+  v.data = x.data_ptr();
+  if (dims == 4) v.batch = x.stride(0);
+  v.head = x.stride(dims == 4 ? 1 : 0);
+  if (dims >= 3) v.row = x.stride(dims - 2);
+  return v;
+}
+
+// All but the dropout seed, whose value only the CPU's kernels are given.
+inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
+                       bool causal, int64_t window_left, int64_t window_right, int64_t r_zero, double scale,
+                       double dropout_p) {
+  Problem p;
+  p.B = q.size(0), p.H = q.size(1), p.L = q.size(2), p.D = q.size(3);
+  p.K = k.size(2), p.N = r.size(1);
+  p.r_zero = r_zero;
+  p.window_left = window_left, p.window_right = window_right;
+  p.causal = causal;
+  p.scale = scale;
+  p.dropout_p = dropout_p;
+  p.dropout_seed = 0;
+  p.key_range = key_range ? static_cast<const int32_t*>(key_range->data_ptr()) : nullptr;
+  return p;
+}
+
+}  // namespace txl

@@ -1,0 +1,710 @@
+// Tests of the emulation: `test_emulation CASE` runs a case; exit status 0 if all is well, else 1 and the
+// first error. Planted faults must end with the error that tests/test_cuda_emulation.py names. The kernels
+// also compile with nvcc, as they use every intrinsic.
+#include "../../csrc/cuda/device.h"
+
+namespace txl::cuda {
+
+// What a kernel gets wrong on purpose.
+enum class Fault {
+  none,
+  no_barrier,       // between a write and a read, or, of a copy, after the wait
+  only_sync_warp,   // where sync_threads is needed
+  no_wait,          // for a copy
+  late_wait,        // for one group too few
+  reuse,            // no barrier between a read and the next write to the same place
+  wrong_index,      // of a fragment
+  pending_at_end,   // a copy nobody waits for
+  one_warp_only,    // at the barrier
+  some_lanes_only,  // at a collective
+  ends_early,
+};
+
+// out[16, 8] = a[16, 16] b[16, 8] of one warp; `trans`: a and b are stored with the other dimension
+// contiguous.
+template <typename E, bool trans, Fault fault = Fault::none>
+struct Product {
+  struct Params {
+    const E *a, *b;  // a [m, k], b [n, k]; trans: a [k, m], b [k, n]
+    float* out;
+  };
+  static constexpr int kThreads = 32;
+  static constexpr uint32_t kShared = 16 * 32 + 16 * 16;
+
+  static TXL_DEVICE void run(const Params& p) {
+    const uint32_t a_shared = shared_base(), b_shared = a_shared + 16 * 32;
+    const int l = lane();
+    copy_async_16(a_shared + 16 * l, p.a + 8 * l, true);
+    if (trans) {
+      copy_async_8(b_shared + 8 * l, p.b + 4 * l, true);
+    } else {
+      copy_async_4(b_shared + 4 * l, p.b + 2 * l, true);
+      copy_async_4(b_shared + 128 + 4 * l, p.b + 64 + 2 * l, true);
+    }
+    commit_copies();
+    wait_copies<0>();
+    if (fault != Fault::no_barrier) sync_warp();
+
+    uint32_t a[4], b[2];
+    const int j = l % 8, i = l / 8;  // row j of matrix i
+    if (trans) {
+      load_matrix_x4_trans(a, a_shared + 32 * (j + i / 2 * 8) + 16 * (i % 2));
+      load_matrix_x2_trans(b, b_shared + 16 * (j + i % 2 * 8));
+    } else {
+      load_matrix_x4(a, a_shared + 32 * (j + i % 2 * 8) + 16 * (i / 2));
+      load_matrix_x2(b, b_shared + 32 * j + 16 * (i % 2));
+    }
+    if (fault == Fault::wrong_index) {
+      const uint32_t kept = a[1];
+      a[1] = a[2];
+      a[2] = kept;
+    }
+    float d[4] = {1, 1, 1, 1};
+    mma<E>(d, a, b);
+    mma<E>(d, a, b);
+    TXL_UNROLL_GPU
+    for (int half = 0; half < 2; ++half) {
+      float* to = p.out + (l / 4 + 8 * half) * 8 + l % 4 * 2;
+      store_global(reinterpret_cast<float2*>(to), float2{d[2 * half], d[2 * half + 1]});
+    }
+  }
+};
+
+struct Shuffles {
+  struct Params {
+    float* f;
+    int32_t* i;
+    uint32_t* u;
+    uint32_t* any;
+  };
+  static constexpr int kThreads = 64;
+  static constexpr uint32_t kShared = 0;
+
+  static TXL_DEVICE void run(const Params& p) {
+    const int t = thread_index();
+    store_global(p.f + t, shuffle_xor(0.5f * static_cast<float>(t), 5));
+    store_global(p.i + t, shuffle(-t, 31 - lane()));
+    store_global(p.u + t, shuffle(static_cast<uint32_t>(t), 3));
+    store_global(p.any + t, (any(t == 40) ? 1u : 0u) + (any(t >= 0) ? 2u : 0u));
+  }
+};
+
+// out[block, t] = the sum over tiles of x[block, tile, t], with two tiles in flight, each thread reading what
+// a thread of another warp has copied.
+template <Fault fault = Fault::none>
+struct Pipeline {
+  struct Params {
+    const float* x;  // [blocks, count, 4]
+    float* out;      // [blocks, kThreads, 4]
+    int count;       // of float4, not a multiple of kThreads
+  };
+  static constexpr int kThreads = 128;
+  static constexpr uint32_t kTile = 16 * kThreads, kShared = 2 * kTile;
+
+  static TXL_DEVICE void copy(const Params& p, int tile) {
+    const int i = tile * kThreads + thread_index();
+    const bool valid = i < p.count;
+    const float* from = valid ? p.x + (static_cast<int64_t>(block_index()) * p.count + i) * 4 : p.x;
+    copy_async_16(shared_base() + tile % 2 * kTile + 16 * thread_index(), from, valid);
+  }
+
+  static TXL_DEVICE void run(const Params& p) {
+    const int tiles = (p.count + kThreads - 1) / kThreads;
+    const int reads = (thread_index() + 32) % kThreads;
+    float4 sum{0, 0, 0, 0};
+    copy(p, 0);
+    commit_copies();
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile + 1 < tiles || fault == Fault::pending_at_end) copy(p, tile + 1);
+      commit_copies();
+      if (fault == Fault::late_wait)
+        wait_copies<2>();
+      else if (fault != Fault::no_wait)
+        wait_copies<1>();
+      if (fault == Fault::only_sync_warp)
+        sync_warp();
+      else if (fault != Fault::no_barrier)
+        sync_threads();
+      const float4 x = load_shared<float4>(shared_base() + tile % 2 * kTile + 16 * reads);
+      sum = float4{sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+      if (fault != Fault::reuse) sync_threads();
+    }
+    store_global(reinterpret_cast<float4*>(p.out) + block_index() * kThreads + reads, sum);
+  }
+};
+
+// Every thread writes one float and reads the one of thread t ^ partner.
+template <int partner, Fault fault = Fault::none>
+struct Exchange {
+  struct Params {
+    float* out;
+  };
+  static constexpr int kThreads = 64;
+  static constexpr uint32_t kShared = 4 * kThreads;
+
+  static TXL_DEVICE void barrier() {
+    if (partner < 32 || fault == Fault::only_sync_warp)
+      sync_warp();
+    else
+      sync_threads();
+  }
+
+  static TXL_DEVICE void run(const Params& p) {
+    const int t = thread_index();
+    const uint32_t mine = shared_base() + 4 * t, other = shared_base() + 4 * (t ^ partner);
+    store_shared(mine, static_cast<float>(t));
+    if (fault != Fault::no_barrier) barrier();
+    const float x = load_shared<float>(other);
+    if (fault != Fault::reuse) barrier();
+    store_shared(mine, x + 1);
+    store_global(p.out + t, load_shared<float>(mine));
+  }
+};
+
+// Threads that do not meet.
+template <Fault fault>
+struct Meeting {
+  struct Params {};
+  static constexpr int kThreads = 64;
+
+  static TXL_DEVICE void run(const Params&) {
+    if (fault == Fault::ends_early && thread_index() == 5) return;
+    if (fault == Fault::some_lanes_only && lane() >= 16) any(true);
+    if (fault == Fault::one_warp_only) {
+      if (lane() < 16) sync_threads();
+      sync_warp();
+    }
+    sync_threads();
+  }
+};
+
+// Each type through global and shared memory, and the conversions.
+struct Convert {
+  struct Params {
+    const float* x;  // [kThreads]
+    uint16_t *as_bf16, *as_f16;
+    float *from_bf16, *from_f16, *exp2, *log2, *sums;
+    uint32_t *packed_bf16, *packed_f16;
+  };
+  static constexpr int kThreads = 32;
+  static constexpr uint32_t kShared = 16 * kThreads;
+
+  static TXL_DEVICE void run(const Params& p) {
+    const int t = thread_index();
+    const uint32_t address = shared_base() + 16 * t;
+    const float x = load_global(p.x + t);
+    store_shared(address, from_float<bf16>(x));
+    store_global(p.as_bf16 + t, load_shared<uint16_t>(address));
+    store_shared(address, from_float<f16>(x));
+    const f16 h = load_shared<f16>(address);
+    store_global(p.as_f16 + t, h.bits);
+    store_global(p.from_bf16 + t, to_float(from_float<bf16>(x)));
+    store_global(p.from_f16 + t, to_float(h));
+    store_global(p.exp2 + t, exp2_fast(x));
+    store_global(p.log2 + t, log2_fast(x));
+
+    const float2 x2 = load_global(reinterpret_cast<const float2*>(p.x) + t / 2);
+    const float4 x4 = load_global(reinterpret_cast<const float4*>(p.x) + t / 4);
+    store_shared(address, bf16{load_global(reinterpret_cast<const uint16_t*>(p.x) + 2 * t + 1)});
+    store_global(p.sums + t, x2.x + x4.y + to_float(load_shared<bf16>(address)));
+
+    const float2 both = unpack<bf16>(pack<bf16>(x, -x));
+    store_shared(address, both);
+    const uint2 two = load_shared<uint2>(address);
+    store_shared(address, uint4{two.x, two.y, 0, 0});
+    const uint4 four = load_shared<uint4>(address);
+    store_global(p.packed_bf16 + t, pack<bf16>(bits<float>(four.x), bits<float>(four.y)));
+    store_global(p.packed_f16 + t, pack<f16>(unpack<f16>(pack<f16>(x, 1)).x, -1));
+  }
+};
+
+}  // namespace txl::cuda
+
+#if defined(__CUDACC__)
+
+namespace txl::cuda {
+
+// To be compiled, not run.
+template <class... Kernels>
+void launch_each() {
+  (launch<Kernels>(1, Kernels::kShared, {}, nullptr), ...);
+}
+template void launch_each<Product<bf16, false>, Product<f16, false>, Product<bf16, true>, Product<f16, true>,
+                          Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
+
+}  // namespace txl::cuda
+
+#else
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <random>
+
+using namespace txl::cuda;
+namespace emulation = txl::emulation;
+
+static std::mt19937 generator(1);
+
+static int random_below(int n) { return static_cast<int>(generator() % static_cast<unsigned>(n)); }
+
+static void require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+template <typename T>
+static void readable(const char* name, const std::vector<T>& v) {
+  emulation::global_memory.add_readable(name, v.data(), v.size() * sizeof(T));
+}
+template <typename T>
+static void writable(const char* name, std::vector<T>& v) {
+  emulation::global_memory.add_writable(name, v.data(), v.size() * sizeof(T));
+}
+
+template <typename E, bool trans, Fault fault = Fault::none>
+static void product() {
+  using K = Product<E, trans, fault>;
+  // Small integers: every sum is exact, in any order.
+  float left[16][16], right[16][8];
+  std::vector<E> a(256), b(128);
+  std::vector<float> out(128);
+  for (int k = 0; k < 16; ++k) {
+    for (int m = 0; m < 16; ++m) {
+      left[m][k] = static_cast<float>(random_below(65) - 32) / 4;
+      a[trans ? 16 * k + m : 16 * m + k] = from_float<E>(left[m][k]);
+    }
+    for (int n = 0; n < 8; ++n) {
+      right[k][n] = static_cast<float>(random_below(65) - 32) / 4;
+      b[trans ? 8 * k + n : 16 * n + k] = from_float<E>(right[k][n]);
+    }
+  }
+  readable("a", a);
+  readable("b", b);
+  writable("out", out);
+  launch<K>(1, K::kShared, {a.data(), b.data(), out.data()}, nullptr);
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 8; ++n) {
+      float sum = 0;
+      for (int k = 0; k < 16; ++k) sum += left[m][k] * right[k][n];
+      require(out[8 * m + n] == 1 + 2 * sum, "the product differs");
+    }
+  }
+}
+
+static void shuffles() {
+  std::vector<float> f(64);
+  std::vector<int32_t> i(64);
+  std::vector<uint32_t> u(64), any(64);
+  writable("f", f);
+  writable("i", i);
+  writable("u", u);
+  writable("any", any);
+  launch<Shuffles>(1, Shuffles::kShared, {f.data(), i.data(), u.data(), any.data()}, nullptr);
+  for (int t = 0; t < 64; ++t) {
+    require(f[t] == 0.5f * static_cast<float>(t ^ 5), "shuffle_xor of float");
+    require(i[t] == -(t / 32 * 32 + 31 - t % 32), "shuffle of int32_t");
+    require(u[t] == static_cast<uint32_t>(t / 32 * 32 + 3), "shuffle of uint32_t");
+    require(any[t] == (t < 32 ? 2u : 3u), "any");
+  }
+}
+
+template <Fault fault = Fault::none>
+static std::vector<float> pipeline() {
+  using K = Pipeline<fault>;
+  constexpr int blocks = 7, count = 5 * 128 - 37;
+  std::vector<float> x(blocks * count * 4 + 4), out(blocks * K::kThreads * 4), expected(out.size());
+  for (float& v : x) v = static_cast<float>(random_below(1000));
+  const float* aligned = x.data() + (16 - reinterpret_cast<uintptr_t>(x.data()) % 16) % 16 / 4;
+  for (int block = 0; block < blocks; ++block)
+    for (int i = 0; i < count * 4; ++i)
+      expected[block * K::kThreads * 4 + i % (K::kThreads * 4)] += aligned[block * count * 4 + i];
+  readable("x", x);
+  writable("out", out);
+  launch<K>(blocks, K::kShared, {aligned, out.data(), count}, nullptr);
+  require(out == expected, "the sums differ");
+  return out;
+}
+
+template <int partner, Fault fault = Fault::none>
+static void exchange() {
+  using K = Exchange<partner, fault>;
+  std::vector<float> out(K::kThreads);
+  writable("out", out);
+  launch<K>(2, K::kShared, {out.data()}, nullptr);
+  for (int t = 0; t < K::kThreads; ++t)
+    require(out[t] == static_cast<float>((t ^ partner) + 1), "out differs");
+}
+
+template <Fault fault>
+static void meeting() {
+  launch<Meeting<fault> >(1, 0, {}, nullptr);
+}
+
+// A kernel of one line for what takes no more.
+template <class Body>
+struct Line {
+  using Params = Body;
+  static constexpr int kThreads = 32;
+  static void run(const Params& body) { body(); }
+};
+template <class Body>
+static void line(uint32_t shared_bytes, const Body& body, int64_t blocks = 1) {
+  launch<Line<Body> >(blocks, shared_bytes, body, nullptr);
+}
+
+static void uninitialised() {
+  std::vector<float> out(3 * 32);
+  writable("out", out);
+  float* p = out.data();
+  line(64, [p] {
+    const int t = thread_index();
+    store_global(p + t, load_shared<float>(shared_base()));
+    store_global(p + 32 + t, to_float(load_shared<bf16>(shared_base() + 4)));
+    store_global(p + 64 + t, to_float(load_shared<f16>(shared_base() + 62)));
+  });
+  for (float x : out) require(std::isnan(x), "not NaN");
+}
+
+// Rounds x by a search through all values of the type, in order of size; to even: to the even number of
+// those.
+static uint16_t nearest(float x, float (*value)(uint16_t), uint16_t infinity) {
+  const double magnitude = std::fabs(static_cast<double>(x));
+  int lo = 0, hi = infinity;
+  while (hi - lo > 1) (value(static_cast<uint16_t>((lo + hi) / 2)) <= magnitude ? lo : hi) = (lo + hi) / 2;
+  // What follows the largest number, had it one more bit of exponent.
+  const double below = value(static_cast<uint16_t>(lo)),
+               above = hi == infinity ? 2 * below - value(static_cast<uint16_t>(lo - 1))
+                                      : value(static_cast<uint16_t>(hi));
+  const double up = above - magnitude, down = magnitude - below;
+  const int rounded = std::isinf(x) ? infinity : down < up ? lo : up < down ? hi : lo % 2 == 0 ? lo : hi;
+  return static_cast<uint16_t>(rounded | (std::signbit(x) ? 0x8000 : 0));
+}
+
+static void conversions() {
+  std::vector<float> x;
+  for (int i = 0; i < 50000; ++i) x.push_back(emulation::float_of(static_cast<uint32_t>(generator())));
+  for (uint32_t h = 0; h < 0x10000; ++h) {
+    const float b = to_float(bf16{static_cast<uint16_t>(h)}), f = to_float(f16{static_cast<uint16_t>(h)});
+    for (const float at : {b, f}) {
+      const uint32_t u = emulation::float_bits(at);
+      // Itself, halfway to the next and next to halfway, for both types.
+      for (const uint32_t add : {0u, 0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u})
+        x.push_back(emulation::float_of(u + add));
+    }
+    require(std::isnan(b) ? (h & 0x7fff) > 0x7f80 : from_float<bf16>(b).bits == h, "bf16 and back");
+    require(std::isnan(f) ? (h & 0x7fff) > 0x7c00 : from_float<f16>(f).bits == h, "f16 and back");
+  }
+  for (const float v : x) {
+    if (std::isnan(v)) {
+      require(from_float<bf16>(v).bits == 0x7fff && from_float<f16>(v).bits == 0x7fff, "NaN");
+      continue;
+    }
+    require(from_float<bf16>(v).bits == nearest(v, emulation::float_from_bf16, 0x7f80), "to bf16");
+    require(from_float<f16>(v).bits == nearest(v, emulation::float_from_f16, 0x7c00), "to f16");
+  }
+  require(to_float(f16{0x3555}) == 0x1.554p-2f && to_float(f16{1}) == 0x1p-24f, "from f16");
+  require(from_float<f16>(65519.99f).bits == 0x7bff && from_float<f16>(65520).bits == 0x7c00, "f16 overflow");
+  require(from_float<bf16>(3.4e38f).bits == 0x7f80, "bf16 overflow");
+  require(pack<bf16>(1, -2) == 0xc0003f80u && pack<f16>(1, -2) == 0xc0003c00u, "pack");
+
+  const float inf = std::numeric_limits<float>::infinity();
+  require(exp2_fast(-inf) == 0 && exp2_fast(inf) == inf && exp2_fast(3) == 8, "exp2_fast");
+  require(exp2_fast(-126) > 0 && exp2_fast(-126.5f) == 0 && std::isnan(exp2_fast(NAN)), "exp2_fast flushes");
+  require(log2_fast(8) == 3 && log2_fast(0) == -inf && log2_fast(0x1p-127f) == -inf, "log2_fast");
+  require(std::isnan(log2_fast(-1)), "log2_fast of what is negative");
+}
+
+static void convert() {
+  std::vector<float> x(32), from_bf16(32), from_f16(32), exp2(32), log2(32), sums(32);
+  std::vector<uint16_t> as_bf16(32), as_f16(32);
+  std::vector<uint32_t> packed_bf16(32), packed_f16(32);
+  for (int i = 0; i < 32; ++i) x[i] = 0.37f * static_cast<float>(i - 7);
+  readable("x", x);
+  for (auto* v : {&from_bf16, &from_f16, &exp2, &log2, &sums}) writable("floats", *v);
+  for (auto* v : {&as_bf16, &as_f16}) writable("elements", *v);
+  for (auto* v : {&packed_bf16, &packed_f16}) writable("packed", *v);
+  launch<Convert>(1, Convert::kShared,
+                  {x.data(), as_bf16.data(), as_f16.data(), from_bf16.data(), from_f16.data(), exp2.data(),
+                   log2.data(), sums.data(), packed_bf16.data(), packed_f16.data()},
+                  nullptr);
+  for (int i = 0; i < 32; ++i) {
+    const uint16_t b = from_float<bf16>(x[i]).bits, f = from_float<f16>(x[i]).bits;
+    require(as_bf16[i] == b && as_f16[i] == f, "elements");
+    require(from_bf16[i] == to_float(bf16{b}) && from_f16[i] == to_float(f16{f}), "floats");
+    require(packed_bf16[i] == (b | static_cast<uint32_t>(b ^ 0x8000) << 16), "pairs of bf16");
+    require(packed_f16[i] == (f | 0xbc000000u), "pairs of f16");
+    require(exp2[i] == std::exp2(x[i]), "exp2");
+    const float high_half = emulation::float_of(emulation::float_bits(x[i]) & 0xffff0000u);
+    require(sums[i] == x[i / 2 * 2] + x[i / 4 * 4 + 1] + high_half, "loads of 8, 16 and 2 bytes");
+    require(x[i] < 0 ? std::isnan(log2[i]) : log2[i] == std::log2(x[i]), "log2");
+  }
+}
+
+static void same_in_any_order() {
+  const auto run = [] {
+    generator.seed(3);
+    emulation::global_memory.clear();
+    product<bf16, false>();
+    shuffles();
+    return pipeline();
+  };
+  const std::vector<float> forward = run();
+  emulation::options.reverse = true;
+  require(run() == forward, "the reverse order of threads gives another result");
+  emulation::options.os_threads = 3;
+  require(run() == forward, "three OS threads give another result");
+}
+
+// The first error in the order of blocks, whatever runs first.
+static void first_failing_block() {
+  emulation::options.os_threads = 3;
+  const auto fails = [] {
+    if (block_index() % 50 == 20) load_shared<float>(0);
+  };
+  line(64, fails, 200);
+}
+
+// Random reads and writes between random barriers: a race is reported if and only if two of them conflict, by
+// comparing all pairs.
+struct Accesses {
+  static constexpr int kThreads = 64;
+  enum Kind { read, write, warp_barrier, block_barrier };
+  struct Step {
+    Kind kind;
+    int thread, place;  // of a barrier of a warp: any thread of it
+  };
+  using Params = std::vector<Step>;
+
+  static void run(const Params& steps) {
+    const int t = thread_index();
+    for (const Step& step : steps) {
+      const uint32_t address = shared_base() + 2 * step.place;
+      if (step.kind == block_barrier) sync_threads();
+      if (step.kind == warp_barrier && step.thread / 32 == t / 32) sync_warp();
+      if (step.kind == read && step.thread == t) load_shared<uint16_t>(address);
+      if (step.kind == write && step.thread == t) store_shared<uint16_t>(address, 1);
+    }
+  }
+
+  static bool races(const Params& steps) {
+    for (size_t j = 0; j < steps.size(); ++j) {
+      if (steps[j].kind > write) continue;
+      bool block_ordered = false, warp_ordered = false;
+      for (size_t i = j; i-- > 0;) {
+        const bool same_warp = steps[i].thread / 32 == steps[j].thread / 32;
+        if (steps[i].kind == block_barrier) block_ordered = true;
+        if (steps[i].kind == warp_barrier && same_warp) warp_ordered = true;
+        if (steps[i].kind > write || steps[i].place != steps[j].place) continue;
+        if (steps[i].thread == steps[j].thread || (steps[i].kind == read && steps[j].kind == read)) continue;
+        if (!block_ordered && !(same_warp && warp_ordered)) return true;
+      }
+    }
+    return false;
+  }
+};
+
+static void random_races() {
+  int with = 0, without = 0;
+  for (int trial = 0; trial < 4000; ++trial) {
+    const int threads[] = {1, 2, 3, 33, 34};  // few, so that they collide
+    Accesses::Params steps(4 + random_below(14));
+    for (auto& step : steps) {
+      const int kind = random_below(10);
+      step.kind = kind < 4   ? Accesses::read
+                  : kind < 6 ? Accesses::write
+                  : kind < 9 ? Accesses::warp_barrier
+                             : Accesses::block_barrier;
+      step.thread = threads[random_below(5)];
+      step.place = random_below(2);
+    }
+    emulation::options.reverse = trial % 2 != 0;
+    std::string error;
+    try {
+      launch<Accesses>(1, 4, steps, nullptr);
+    } catch (const std::runtime_error& e) {
+      error = e.what();
+    }
+    const bool raced = error.find(": race: ") != std::string::npos;
+    require(error.empty() || raced, error);
+    require(raced == Accesses::races(steps), raced ? "false alarm: " + error : "a race is missed");
+    ++(raced ? with : without);
+  }
+  require(with > 500 && without > 500, "too few of one kind");
+}
+
+static void timing() {
+  constexpr int kCount = 200000;
+  using Seconds = std::chrono::duration<double>;
+  double best = 1e9, best_product = 1e9;
+  for (int trial = 0; trial < 5; ++trial) {
+    auto start = std::chrono::steady_clock::now();
+    line(0, [] {
+      for (int i = 0; i < kCount; ++i) sync_warp();
+    });
+    best = std::min(best, Seconds(std::chrono::steady_clock::now() - start).count());
+    start = std::chrono::steady_clock::now();
+    line(1024, [] {
+      uint32_t a[4] = {}, b[2] = {};
+      float d[4] = {};
+      for (int i = 0; i < kCount / 50; ++i) {
+        load_matrix_x4(a, shared_base() + 16 * lane());
+        mma<bf16>(d, a, b);
+      }
+    });
+    best_product = std::min(best_product, Seconds(std::chrono::steady_clock::now() - start).count());
+  }
+  const double switches = 31.0 * kCount;  // the last lane to arrive goes on at once
+  printf("%.1f million context switches per second, %.1f ns each; ldmatrix.x4 and mma of a warp: %.2f us\n",
+         switches / best / 1e6, best / switches * 1e9, best_product / (kCount / 50) * 1e6);
+}
+
+static void global_faults(const std::string& which) {
+  // Apart, so that what lies behind one is not the other.
+  alignas(16) static float memory[256];
+  float *x = memory + 32, *out = memory + 128;
+  if (which != "nothing_registered") {
+    emulation::global_memory.add_readable("x", x, 32 * sizeof(float));
+    emulation::global_memory.add_writable("out", out, 32 * sizeof(float));
+  }
+  if (which == "read_out_of_bounds") line(0, [x] { load_global(x + 1 + lane()); });
+  if (which == "partly_out_of_bounds") {
+    emulation::global_memory.clear();
+    emulation::global_memory.add_readable("x", x, 31 * sizeof(float));
+    line(0, [x] { load_global(reinterpret_cast<float4*>(x) + lane() % 8); });
+  }
+  if (which == "write_out_of_bounds") line(0, [out] { store_global(out - 1 + lane(), 1.0f); });
+  if (which == "write_read_only") line(0, [x] { store_global(x + lane(), 1.0f); });
+  if (which == "misaligned") line(0, [x] { load_global(reinterpret_cast<float2*>(x + lane())); });
+  if (which == "nothing_registered") line(0, [x] { load_global(x + lane()); });
+  if (which == "copy_out_of_bounds" || which == "copy_not_valid")
+    line(512, [x, valid = which == "copy_out_of_bounds"] {
+      copy_async_16(shared_base() + 16 * lane(), x + 4 * lane(), valid || lane() < 8);
+      commit_copies();
+      wait_copies<0>();
+    });
+  if (which == "copy_misaligned")
+    line(512, [x] {
+      copy_async_8(shared_base() + 16 * lane(), x + lane(), false);
+      commit_copies();
+      wait_copies<0>();
+    });
+  emulation::options.track_global_writes = true;
+  if (which == "written_twice") line(0, [out] { store_global(out + lane() % 31, 1.0f); });
+  if (which == "written_by_two_blocks") line(0, [out] { store_global(out + lane(), 1.0f); }, 2);
+  if (which == "read_after_write")
+    line(0, [out] {
+      store_global(out + lane(), 1.0f);
+      store_global(out + lane(), load_global(out + lane()));
+    });
+}
+
+static void shared_faults(const std::string& which) {
+  const uint32_t address = shared_base();
+  if (which == "out_of_bounds") line(124, [=] { store_shared(address + 4 * lane(), 1.0f); });
+  if (which == "partly_out_of_bounds") line(122, [=] { load_shared<float>(address + 4 * lane()); });
+  if (which == "before_the_start") line(128, [=] { load_shared<float>(address - 4); });
+  if (which == "without_base") line(128, [=] { load_shared<float>(4 * lane()); });
+  if (which == "misaligned") line(1024, [=] { load_shared<float2>(address + 4 * lane()); });
+  if (which == "matrix_misaligned")
+    line(1024, [=] {
+      uint32_t r[4];
+      load_matrix_x4(r, address + 24 * lane());
+    });
+  if (which == "matrix_out_of_bounds")
+    line(16 * 17, [=] {
+      uint32_t r[4];
+      load_matrix_x4(r, address + 16 * lane());
+    });
+  if (which == "copy_out_of_bounds") {
+    static const float x[32] = {};
+    emulation::global_memory.add_readable("x", x, sizeof(x));
+    line(120, [=] {
+      copy_async_4(address + 4 * lane(), x + lane(), true);
+      commit_copies();
+      wait_copies<0>();
+    });
+  }
+  if (which == "write_to_pending") {
+    static const float x[32] = {};
+    emulation::global_memory.add_readable("x", x, sizeof(x));
+    line(128, [=] {
+      copy_async_4(address + 4 * lane(), x + lane(), true);
+      commit_copies();
+      store_shared(address + 4 * lane(), 1.0f);
+    });
+  }
+  if (which == "too_much") line(228 * 1024, [] {});
+}
+
+static void collective_faults(const std::string& which) {
+  if (which == "two_collectives") line(0, [] { lane() == 7 ? any(true) : (shuffle(1.0f, 0), true); });
+  if (which == "collective_and_end")
+    line(0, [] {
+      if (lane() != 7) any(true);
+    });
+  if (which == "end_and_collective")
+    line(0, [] {
+      if (lane() != 0) any(true);
+    });
+  if (which == "exception") line(0, [] { throw std::runtime_error("thrown by the kernel"); });
+}
+
+static void run_case(const std::string& name) {
+  const size_t dot = name.find('.');
+  const std::string group = name.substr(0, dot), which = dot == std::string::npos ? "" : name.substr(dot + 1);
+  if (group == "global") return global_faults(which);
+  if (group == "shared") return shared_faults(which);
+  if (group == "collective") return collective_faults(which);
+  const struct {
+    const char* name;
+    void (*run)();
+  } cases[] = {
+      {"product_bf16", product<bf16, false>},
+      {"product_f16", product<f16, false>},
+      {"product_trans_bf16", product<bf16, true>},
+      {"product_trans_f16", product<f16, true>},
+      {"product_wrong_index", product<bf16, false, Fault::wrong_index>},
+      {"product_no_barrier", product<f16, false, Fault::no_barrier>},
+      {"shuffles", shuffles},
+      {"pipeline", [] { pipeline(); }},
+      {"pipeline_no_wait", [] { pipeline<Fault::no_wait>(); }},
+      {"pipeline_late_wait", [] { pipeline<Fault::late_wait>(); }},
+      {"pipeline_no_barrier", [] { pipeline<Fault::no_barrier>(); }},
+      {"pipeline_only_sync_warp", [] { pipeline<Fault::only_sync_warp>(); }},
+      {"pipeline_reuse", [] { pipeline<Fault::reuse>(); }},
+      {"pipeline_pending_at_end", [] { pipeline<Fault::pending_at_end>(); }},
+      {"exchange_warp", exchange<1>},
+      {"exchange_warp_no_barrier", exchange<1, Fault::no_barrier>},
+      {"exchange_warp_reuse", exchange<1, Fault::reuse>},
+      {"exchange_block", exchange<32>},
+      {"exchange_block_no_barrier", exchange<32, Fault::no_barrier>},
+      {"exchange_block_only_sync_warp", exchange<32, Fault::only_sync_warp>},
+      {"exchange_block_reuse", exchange<32, Fault::reuse>},
+      {"meeting", meeting<Fault::none>},
+      {"meeting_one_warp_only", meeting<Fault::one_warp_only>},
+      {"meeting_some_lanes_only", meeting<Fault::some_lanes_only>},
+      {"meeting_ends_early", meeting<Fault::ends_early>},
+      {"uninitialised", uninitialised},
+      {"conversions", conversions},
+      {"convert", convert},
+      {"same_in_any_order", same_in_any_order},
+      {"first_failing_block", first_failing_block},
+      {"random_races", random_races},
+      {"timing", timing},
+  };
+  for (const auto& c : cases)
+    if (name == c.name) return c.run();
+  throw std::runtime_error("no such case");
+}
+
+int main(int count, char** arguments) {
+  try {
+    run_case(count > 1 ? arguments[1] : "");
+  } catch (const std::exception& e) {
+    printf("%s\n", e.what());
+    return 1;
+  }
+  return 0;
+}
+
+#endif

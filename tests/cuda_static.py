@@ -1,0 +1,199 @@
+"""What nvcc makes of the CUDA kernels, without a GPU: registers, spills, shared memory, how many blocks fit
+into a multiprocessor, and instructions of the loops over tiles.
+
+    python tests/cuda_static.py --write docs/cuda_kernels.md
+    python tests/cuda_static.py --head 64 --arch 90
+
+Needs nvcc, and the disassembler that comes with Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+from triton_static import NVIDIA, Counts, _loops, _tool
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
+import build_emulation  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "csrc"))
+import cuda_build  # noqa: E402
+
+ARCHS = (80, 90, 100)
+HEADS = cuda_build.HEADS
+# Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers.
+SHARED = {80: 164, 90: 228, 100: 228}
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Report:
+    kernel: str  # "ForwardKernel<bf16, 64, 64, 4, true, false>"
+    head: int
+    arch: int
+    registers: int
+    stack: int  # bytes per thread: spilled registers, arrays that are indexed at run time
+    shared: int  # bytes per block
+    threads: int
+    whole: Counts
+    loops: tuple[Counts, ...]  # those over tiles
+
+    @property
+    def blocks(self) -> int:
+        """That fit into a multiprocessor."""
+        of_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        return min(of_registers, SHARED[self.arch] * 1024 // (self.shared + 1024))
+
+    @property
+    def local(self) -> int:
+        """Loads and stores of local memory in the loops."""
+        return sum(loop.local for loop in self.loops)
+
+    @property
+    def tensor(self) -> int:
+        return sum(loop.tensor for loop in self.loops)
+
+
+def short(kernel: str) -> str:
+    return kernel.replace("txl::cuda::", "").replace("::txl::cuda::", "")
+
+
+@functools.cache
+def launches(head: int) -> dict[str, tuple[int, int]]:
+    """Threads and shared memory of the kernels of a class, which only the launching code knows: it is run."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        environment = {
+            **os.environ,
+            "TXL_CUDA_EMULATION": str(build_emulation.build()),
+            "TXL_EMULATION_TRACE": str(trace),
+            "PYTHONPATH": str(ROOT),
+        }
+        script = f"""
+import torch, txl_kernels
+for L in (1, 20):
+    for p in (0.0, 0.5):
+        q = torch.ones(1, 1, L, {head}, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.ones(1, 1, 600, {head}, dtype=torch.bfloat16)
+        out = txl_kernels.rel_attention(q, k, k, k[0], backend="cuda", dropout_p=p, dropout_seed=1)
+        out.sum().backward()
+"""
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+        lines = {tuple(line.split("|")) for line in trace.read_text().splitlines()}
+    return {short(kernel): (int(threads), int(shared)) for kernel, threads, shared in lines}
+
+
+def compile_class(head: int, arch: int) -> list[Report]:
+    """The kernels in bfloat16 of one class of head dimensions. float16 differs in names of instructions."""
+    nvcc = cuda_build.find_nvcc()
+    if nvcc is None:
+        raise FileNotFoundError("nvcc was not found")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        subprocess.run(
+            [
+                *(*nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin),
+                *("-DTXL_ELEMENT=bf16", f"-DTXL_HEAD={head}", ROOT / "csrc" / "cuda" / "kernels.cu"),
+            ],
+            check=True,
+        )
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+        code = _tool("nvdisasm", "--print-code", str(cubin))
+    reports = []
+    for name, registers, stack in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", usage):
+        readable = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
+        kernel = re.search(r"entry<(.*)>\(", short(readable))
+        if kernel is None:
+            raise ValueError(f"{readable} is no kernel of ours")
+        known = launches(head).get(kernel[1].strip())
+        if known is None:
+            raise ValueError(f"{kernel[1]} is compiled and never launched, of {list(launches(head))}")
+        section = code[code.index(f".section\t.text.{name},") :]
+        section = section[: section.find(".section", 10)]
+        whole, *loops = _loops(NVIDIA, section)
+        threads, shared = known
+        reports.append(
+            Report(
+                kernel[1].strip(),
+                head,
+                arch,
+                int(registers),
+                int(stack),
+                shared,
+                threads,
+                whole,
+                tuple(loops),
+            )
+        )
+    return sorted(reports, key=lambda report: report.kernel)
+
+
+def reports(heads=HEADS, archs=ARCHS, jobs: int = 2) -> list[Report]:
+    for head in heads:
+        launches(head)  # builds the emulation, once
+    todo = [(head, arch) for head in heads for arch in archs]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        done = pool.map(lambda case: compile_class(*case), todo)
+        return [report for part in tqdm(done, total=len(todo), unit="class") for report in part]
+
+
+PREAMBLE = """# The CUDA kernels as compiled
+
+By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, in bfloat16, without a GPU.
+
+* **registers** and **stack** (bytes) per thread, **shared**: KiB per block, **blocks** of a kernel that fit
+  into a multiprocessor.
+* Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
+  cores, **local**: loads and stores of spilled registers.
+* A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
+"""
+COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
+
+
+def document(found: list[Report]) -> str:
+    nvcc = cuda_build.find_nvcc() or []
+    version = re.search(r"release ([\d.]+)", cuda_build.output_of([*nvcc, "--version"]))
+    lines = [PREAMBLE.format(version=version[1] if version else "")]
+    for head, arch in dict.fromkeys((report.head, report.arch) for report in found):
+        lines += [
+            f"\n## D up to {head}, sm_{arch}\n",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
+        ]
+        for r in found:
+            if (r.head, r.arch) == (head, arch):
+                cells = [r.kernel, r.registers, r.stack, f"{r.shared / 1024:.0f}", r.blocks]
+                cells += [sum(loop.instructions for loop in r.loops), r.tensor, r.local]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", type=int, choices=HEADS, nargs="+", default=HEADS)
+    parser.add_argument("--arch", type=int, choices=ARCHS, nargs="+", default=ARCHS)
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default: 2)")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there (default: print it)")
+    arguments = parser.parse_args()
+    page = document(reports(arguments.head, arguments.arch, arguments.jobs))
+    if arguments.write:
+        arguments.write.write_text(page)
+    else:
+        print(page)
+
+
+if __name__ == "__main__":
+    main()

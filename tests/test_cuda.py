@@ -1,0 +1,138 @@
+"""Backend "cuda" without a GPU: its kernels, built for the CPU on top of tests/cuda_emulation/.
+
+The contract's own tests run on it too:
+
+    TXL_CUDA_EMULATION=$(python tests/cuda_emulation/build_emulation.py) pytest -k cuda
+
+Without that variable this file builds the library and runs itself that way, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import (
+    BACKENDS,
+    EMULATED,
+    ROOT,
+    TESTS,
+    assert_same_bits,
+    bf16,
+    check,
+    f16,
+    f32,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+)
+
+from txl_kernels import BackendUnavailable, cuda, rel_attention
+
+sys.path.insert(0, str(TESTS / "cuda_emulation"))
+import build_emulation
+
+emulated = pytest.mark.skipif(not EMULATED, reason="needs TXL_CUDA_EMULATION")
+CUDA = next(b for b in BACKENDS if b.name == "cuda")
+
+
+@pytest.mark.skipif(EMULATED, reason="needs TXL_CUDA_EMULATION unset")
+def test_the_kernels_in_the_emulation():
+    environment = {**os.environ, "TXL_CUDA_EMULATION": str(build_emulation.build())}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+# A head dimension of every class, one at its end and one that 16 bytes do not divide.
+CASES = [
+    dict(D=64, L=70, K=130),
+    dict(D=41, L=70, K=200, N=90),
+    dict(D=20, L=130, K=260, causal=False),
+    dict(D=96, L=65, K=129, window_size=(40, -1)),
+    dict(D=128, L=40, K=200, N=70, causal=False, r_zero=30),
+    dict(D=200, L=20, K=90),
+    dict(D=256, L=17, K=60, dropout_p=0.3, dropout_seed=7),
+    dict(D=64, L=70, K=150, dropout_p=0.5, dropout_seed=7),
+    dict(D=64, L=1, K=900, N=300),
+    dict(D=128, L=16, K=700, window_size=(500, -1)),
+    dict(D=64, L=64, K=128, B=2, key_range=((3, 100), (128, 128))),
+    dict(D=64, L=30, K=70, scale=-0.3, bias=False),
+]
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: ", ".join(f"{n} {v}" for n, v in c.items()))
+def test_against_the_reference(case, dtype):
+    case = dict(case)
+    sizes = {n: case.pop(n) for n in ("B", "L", "K", "N", "D", "bias") if n in case}
+    if "key_range" in case:
+        case["key_range"] = key_range(*case["key_range"])
+    check(CUDA, inputs(**sizes, causal=case.get("causal", True), dtype=dtype), **case)
+
+
+@emulated
+@pytest.mark.parametrize("L, splits", [(1, 7), (16, 3), (70, 2)])
+def test_keys_shared_out(monkeypatch, L, splits):
+    """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
+    blocks = 2 if L <= 16 else 4
+    monkeypatch.setattr(cuda, "_processors", lambda device: -(-splits * blocks // 4))
+    tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
+    check(CUDA, tensors, backward=False)
+    check(CUDA, tensors, backward=False, window_size=(100, -1), dropout_p=0.2, dropout_seed=1)
+    check(CUDA, tensors, backward=False, key_range=key_range((800, 800)))
+
+
+@emulated
+def test_bits_do_not_depend_on_the_order_of_threads(tmp_path):
+    """A race that a barrier hides from the emulation would show; so would a sum whose order is not fixed."""
+    script = f"""
+import sys; sys.path.insert(0, {str(TESTS)!r})
+from helpers import *
+t = inputs(B=2, L=70, K=150, D=41, N=100, dtype=bf16)
+got = run(next(b for b in BACKENDS if b.name == "cuda"), t, randn_like(t["q"]), dropout_p=0.2, dropout_seed=3)
+torch.save(got, sys.argv[1])
+"""
+
+    def bits(**environment):
+        path = tmp_path / "-".join(("bits", *environment.values()))
+        subprocess.run(
+            [sys.executable, "-c", script, path], env={**os.environ, **environment}, cwd=ROOT, check=True
+        )
+        return torch.load(path, weights_only=True)
+
+    assert_same_bits(bits(), bits(TXL_EMULATION_REVERSE="1"))
+
+
+@emulated
+def test_memory_beyond_the_tensors_is_not_touched():
+    """The emulation allows a call's tensors only, to their last element; here they are parts of others."""
+    t = inputs(L=33, K=65, D=40, dtype=bf16)
+    inside = {n: None if x is None else torch.cat([x, x], -1)[..., : x.shape[-1]] for n, x in t.items()}
+    dout = randn_like(t["q"])
+    assert_same_bits(run(CUDA, t, dout), run(CUDA, inside, dout))
+
+
+@emulated
+def test_other_dtypes_are_refused():
+    q = torch.randn(1, 1, 2, 4, dtype=f32)
+    with pytest.raises(BackendUnavailable, match=r"needs one of torch.bfloat16, torch.float16"):
+        rel_attention(q, q, q, q[0], backend="cuda")
+
+
+@emulated
+def test_too_many_keys_for_32_bits():
+    k = torch.empty(1, 1, 1, 1, dtype=bf16).expand(1, 1, 2**28, 1)
+    with pytest.raises(ValueError, match=r"k: got 268435456 rows.*2\*\*28"):
+        rel_attention(k[:, :, :1], k, k, k[0, :, :1], backend="cuda")

@@ -1,0 +1,113 @@
+"""The emulation that CUDA kernels are tested in without a GPU: right kernels pass, faults are found."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent / "cuda_emulation" / "test_emulation.cpp"
+COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++"))), None)
+
+RIGHT = [
+    *("product_bf16", "product_f16", "product_trans_bf16", "product_trans_f16", "shuffles", "pipeline"),
+    *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
+    *("same_in_any_order", "random_races", "global.copy_not_valid"),
+]
+
+# Case: the error it must end with.
+FAULTS = {
+    "product_wrong_index": "the product differs",
+    "product_no_barrier": r"race: shared read of 16 bytes at \+32 after a write by thread 2, no sync_warp or",
+    "pipeline_no_wait": r"thread 127 .*: shared read of 16 bytes at \+496: copy not waited for, by thread 31",
+    "pipeline_late_wait": "copy not waited for, by thread 31",
+    "pipeline_no_barrier": "race: shared copy of 16 bytes .* after a read by thread 0, no sync_threads",
+    "pipeline_only_sync_warp": "race: shared copy of 16 bytes .* after a read by thread 0, no sync_threads",
+    "pipeline_reuse": r"race: shared copy of 16 bytes at \+0 after a read by thread 96, no sync_threads in",
+    "pipeline_pending_at_end": "ends with a copy not waited for",
+    "exchange_warp_no_barrier": r"thread 1 .*: race: shared write of 4 bytes at \+4 after a read by thread 0",
+    "exchange_warp_reuse": r"race: shared read of 4 bytes at \+0 after a write by thread 0, no sync_warp or",
+    "exchange_block_no_barrier": r"race: shared write of 4 bytes at \+128 after a read by thread 0, no sync",
+    "exchange_block_only_sync_warp": r"race: shared write of 4 bytes at \+128 after a read by thread 0",
+    "exchange_block_reuse": r"race: shared read of 4 bytes at \+128 after a write by thread 32, no sync",
+    "meeting_one_warp_only": "thread 16 .*: divergence: at sync_warp while thread 0 waits at sync_threads",
+    "meeting_some_lanes_only": "thread 16 .*: divergence: at any while thread 0 waits at sync_threads",
+    "meeting_ends_early": r"thread 5 .*: divergence: ends while thread 0 waits at sync_threads",
+    "first_failing_block": "block 20, thread 0 ",
+    "collective.two_collectives": "thread 7 .*: divergence: at any while thread 0 waits at shuffle",
+    "collective.collective_and_end": "thread 7 .*: divergence: ends while thread 0 waits at any",
+    "collective.end_and_collective": "thread 1 .*: divergence: at any while thread 0 has ended",
+    "collective.exception": "exception: thrown by the kernel",
+    "shared.out_of_bounds": r"thread 31 .*: shared write of 4 bytes at \+124 is out of bounds: there are 124",
+    "shared.partly_out_of_bounds": r"thread 30 .*: shared read of 4 bytes at \+120 is out of bounds",
+    "shared.before_the_start": "shared read of 4 bytes at -4 is out of bounds",
+    "shared.without_base": "shared read of 4 bytes at .* is out of bounds",
+    "shared.misaligned": r"thread 1 .*: shared read of 8 bytes at \+4 is misaligned",
+    "shared.matrix_misaligned": r"thread 1 .*: shared read of 16 bytes at \+24 is misaligned",
+    "shared.matrix_out_of_bounds": r"thread 17 .*: shared read of 16 bytes at \+272 is out of bounds",
+    "shared.copy_out_of_bounds": r"thread 30 .*: shared copy of 4 bytes at \+120 is out of bounds",
+    "shared.write_to_pending": r"shared write of 4 bytes at \+0: copy not waited for, by thread 0",
+    "shared.too_much": "233472 bytes of shared memory",
+    "global.read_out_of_bounds": r"thread 31 .*: global read of 4 bytes .* of bounds: nearest is 'x' \+128",
+    "global.partly_out_of_bounds": "thread 7 .*: global read of 16 bytes .* out of bounds: nearest is 'x'",
+    "global.write_out_of_bounds": "thread 0 .*: global write of 4 bytes .* of bounds: nearest is 'out' -4",
+    "global.write_read_only": "thread 0 .*: global write of 4 bytes at 'x' .*, which is read-only",
+    "global.misaligned": "thread 1 .*: global read of 8 bytes .* is misaligned",
+    "global.nothing_registered": "global read: no global memory is registered",
+    "global.copy_out_of_bounds": "thread 8 .*: global copy of 16 bytes .* is out of bounds",
+    "global.copy_misaligned": "thread 1 .*: global copy of 8 bytes .* is misaligned",
+    "global.written_twice": "thread 31 .*: global write .*, where block 0, thread 0 of this launch",
+    "global.written_by_two_blocks": "block 1, thread 0 .*: global write .*, where block 0, thread 0",
+    "global.read_after_write": "global read of 4 bytes .*, where block 0, thread 0",
+}
+
+
+@pytest.fixture(scope="session")
+def run_case(tmp_path_factory):
+    """Runs a case of test_emulation.cpp: (exit status, what it printed)."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("cuda_emulation") / "test_emulation"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{SOURCE.parent}"]
+    build = subprocess.run([COMPILER, *flags, SOURCE, "-o", program], capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr
+
+    def run(case):
+        done = subprocess.run([program, case], capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right(run_case, case):
+    assert run_case(case) == (0, "")
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_fault(run_case, case):
+    status, output = run_case(case)
+    assert status == 1
+    assert re.search(FAULTS[case], output), output
+
+
+def test_timing(run_case):
+    status, output = run_case("timing")
+    print(output)
+    assert status == 0 and "context switches per second" in output
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvcc(tmp_path, arch):
+    """The same kernels, with every intrinsic, are PTX that the assembler takes."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    command = [nvcc, "-x", "cu", "-cubin", f"-arch={arch}", "-std=c++17", "-Werror", "all-warnings"]
+    build = subprocess.run([*command, SOURCE, "-o", tmp_path / "cubin"], capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr
+    assert "warning" not in (build.stdout + build.stderr).lower()

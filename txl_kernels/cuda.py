@@ -1,0 +1,207 @@
+"""Backend "cuda": allocates, makes last dimensions contiguous, and calls the kernels of csrc/cuda/.
+
+TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/cuda_emulation/): then the
+backend serves tensors on the CPU, slowly, every access to memory checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from txl_kernels.registry import compact, contiguous_rows, dense_like
+
+NAME = "cuda"
+DTYPES = (torch.bfloat16, torch.float16)
+
+_EMULATION = os.environ.get("TXL_CUDA_EMULATION")
+_LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
+_MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
+
+# As in csrc/cuda/forward.h: up to so many queries a block is one warp.
+_DECODE_QUERIES = 16
+# Keys that are worth a program of their own.
+_SPLIT_KEYS = 128
+_MAX_SIZE = 2**28
+
+_loaded = False
+_reason: str | None = None
+
+
+def unavailable() -> str | None:
+    """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
+    global _loaded, _reason
+    if not _loaded:
+        _reason = _load()
+        _loaded = _reason is None
+    return _reason
+
+
+def _load() -> str | None:
+    if not _LIBRARY.exists():
+        return f"the library of CUDA kernels, {_LIBRARY}, does not exist; {_MEND}"
+    try:
+        torch.ops.load_library(_LIBRARY)
+    except OSError as error:
+        # torch's error names the file, its cause holds the loader's own words.
+        words = error.__cause__ or error
+        return f"the library of CUDA kernels does not load with torch {torch.__version__}: {words}; {_MEND}"
+    # Results are allocated here, so under FakeTensorMode there is nothing left to do.
+    for op in ("cuda_forward", "cuda_backward"):
+        torch.library.register_fake(f"txl_kernels::{op}", lambda *_: None)
+    if not _EMULATION and not torch.cuda.is_available():
+        return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"
+    return None
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+    kind = "cpu" if _EMULATION else "cuda"
+    if device.type != kind:
+        return f"it needs tensors on {kind}, q is on {device}"
+    if dtype not in DTYPES:
+        return f"it needs one of {', '.join(map(str, DTYPES))}, q is {dtype}"
+    if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
+    return None
+
+
+def details() -> dict[str, str]:
+    """What the kernels were compiled for."""
+    return {"targets": torch.ops.txl_kernels.cuda_targets()}
+
+
+def _processors(device: torch.device) -> int:
+    return 1 if _EMULATION else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _stream(device: torch.device) -> int:
+    return 0 if _EMULATION else torch.cuda.current_stream(device).cuda_stream
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if _EMULATION else torch.cuda.device(device)
+
+
+def _check_sizes(k: Tensor, r: Tensor) -> None:
+    for name, x in (("k", k), ("r", r)):
+        if x.shape[-2] >= _MAX_SIZE:
+            raise ValueError(
+                f"{name}: got {x.shape[-2]} rows; backend 'cuda' counts them in 32 bits and needs fewer than "
+                "2**28"
+            )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, L, D], lse [B, H, L]."""
+    _check_sizes(k, r)
+    B, H, L, D = q.shape
+    out, lse = dense_like(q), torch.empty(B, H, L, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    # Too few blocks of queries for the GPU: share out the keys too, and merge what they found.
+    blocks = -(-L // (_DECODE_QUERIES if L <= _DECODE_QUERIES else 64)) * B * H
+    splits = max(1, min(4 * _processors(q.device) // blocks, k.shape[2] // _SPLIT_KEYS))
+    parts = q.new_empty(splits, B * H * L * (D + 1), dtype=torch.float32) if splits > 1 else None
+    with _on(q.device):
+        torch.ops.txl_kernels.cuda_forward.default(
+            contiguous_rows(q),
+            contiguous_rows(k),
+            contiguous_rows(v),
+            contiguous_rows(r),
+            compact(bias_u),
+            compact(bias_v),
+            compact(key_range),
+            dropout_seed,
+            causal,
+            window_left,
+            window_right,
+            r_zero,
+            scale,
+            dropout_p,
+            out,
+            lse,
+            parts,
+            splits,
+            _stream(q.device),
+        )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+    dropout_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    r_zero: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+    _check_sizes(k, r)
+    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
+    du, dv_bias = (
+        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+        for bias in (bias_u, bias_v)
+    )
+    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
+        for gradient in (dk, dv, dr, du, dv_bias):
+            gradient.zero_()
+    else:
+        with _on(q.device):
+            torch.ops.txl_kernels.cuda_backward.default(
+                contiguous_rows(dout),
+                contiguous_rows(q),
+                contiguous_rows(k),
+                contiguous_rows(v),
+                contiguous_rows(r),
+                compact(bias_u),
+                compact(bias_v),
+                compact(key_range),
+                dropout_seed,
+                contiguous_rows(out),
+                lse.contiguous(),
+                causal,
+                window_left,
+                window_right,
+                r_zero,
+                scale,
+                dropout_p,
+                dq,
+                dk,
+                dv,
+                dr,
+                None if bias_u is None else du,
+                None if bias_v is None else dv_bias,
+                _stream(q.device),
+            )
+    return dq, dk, dv, dr, du, dv_bias
