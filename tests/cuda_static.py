@@ -82,11 +82,13 @@ def launches(head: int) -> dict[str, tuple[int, int]]:
         }
         script = f"""
 import torch, txl_kernels
+u = torch.ones(1, {head}, dtype=torch.bfloat16, requires_grad=True)
+k = torch.ones(1, 1, 600, {head}, dtype=torch.bfloat16)
 for L in (1, 20):
     for p in (0.0, 0.5):
-        q = torch.ones(1, 1, L, {head}, dtype=torch.bfloat16, requires_grad=True)
-        k = torch.ones(1, 1, 600, {head}, dtype=torch.bfloat16)
-        out = txl_kernels.rel_attention(q, k, k, k[0], backend="cuda", dropout_p=p, dropout_seed=1)
+        out = txl_kernels.rel_attention(
+            k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1
+        )
         out.sum().backward()
 """
         subprocess.run([sys.executable, "-c", script], env=environment, check=True)
@@ -120,7 +122,7 @@ def compile_class(head: int, arch: int) -> list[Report]:
         if known is None:
             raise ValueError(f"{kernel[1]} is compiled and never launched, of {list(launches(head))}")
         section = code[code.index(f".section\t.text.{name},") :]
-        section = section[: section.find(".section", 10)]
+        section = section.split("\t.section\t", 1)[0]
         whole, *loops = _loops(NVIDIA, section)
         threads, shared = known
         reports.append(

@@ -288,6 +288,7 @@ struct ForwardKernel {
   // A step of online softmax: scores become probabilities that lack the division by their sum.
   template <bool kMasked>
   TXL_DEVICE void softmax(float (&score)[kKeyTiles][4]) {
+    TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       float top = -infinity();
       TXL_UNROLL_GPU
@@ -369,6 +370,7 @@ struct ForwardKernel {
   }
 
   TXL_DEVICE void store() {
+    TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int mask = 1; mask < 4; mask *= 2) total[y] += shuffle_xor(total[y], mask);
       const int64_t i = i0 + row_of_lane + 8 * y;
