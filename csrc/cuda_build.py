@@ -41,10 +41,6 @@ class Toolkit:
             options += ["-gencode", f"arch=compute_{number},code={code}"]
         return options
 
-    @property
-    def include(self) -> Path:
-        return Path(shutil.which(self.nvcc[0]) or "").resolve().parent.parent / "include"
-
 
 def find_nvcc() -> list[str] | None:
     if asked := os.environ.get("CUDACXX"):

@@ -275,12 +275,15 @@ def build_native(verbose: bool) -> list[Path]:
 def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -> Path:
     """libtxl_cuda.so; without a toolkit the same sources for the CPU, on top of the tests' emulation."""
     if toolkit:
-        kernels, cxx, rule = [*cuda_build.FLAGS, *toolkit.flags], [f"-I{toolkit.include}"], "nvcc"
+        # nvcc knows where CUDA's headers are, for C++ too.
+        kernels, cxx, rule = [*cuda_build.FLAGS, *toolkit.flags], [], "nvcc"
+        host = cuda_build.FLAGS
         defines = [f'-DTXL_CUDA_TARGETS="{" ".join(toolkit.codes)}"']
         out, link_rule, link = "libtxl_cuda.so", "nvcc_link", ["-Xlinker", "--no-undefined"]
     else:
         cxx = ["-DTXL_CUDA_EMULATION", f"-I{ROOT / 'tests' / 'cuda_emulation'}", "-pthread"]
-        kernels, rule, defines = [*cxx, "-x", "c++"], "cxx", ['-DTXL_CUDA_TARGETS="emulation"']
+        kernels, host, rule = [*cxx, "-x", "c++"], cxx, "cxx"
+        defines = ['-DTXL_CUDA_TARGETS="emulation"']
         out, link_rule, link = "libtxl_cuda_emulation.so", "link", ["-pthread", "-Wl,--no-undefined"]
     objects = [
         file.compile(
@@ -289,7 +292,7 @@ def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -
         for h in reversed(cuda_build.HEADS)  # the longest first
         for e in cuda_build.ELEMENTS
     ]
-    objects.append(file.compile("cuda/dispatch.cpp", [*cxx, *defines]))
+    objects.append(file.compile("cuda/dispatch.cpp", [*host, *defines], rule=rule))
     objects.append(file.compile("torch_binding_cuda.cpp", [*cxx, "-isystem", str(torch / "include")]))
     return file.link(out, objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", *link], rule=link_rule)
 
