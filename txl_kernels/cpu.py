@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like
+from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -29,18 +29,7 @@ def unavailable() -> str | None:
 
 
 def _load() -> str | None:
-    if not _LIBRARY.exists():
-        return f"the library of C++ kernels, {_LIBRARY}, does not exist; {_MEND}"
-    try:
-        torch.ops.load_library(_LIBRARY)
-    except OSError as error:
-        # torch's error names the file, its cause holds the loader's own words.
-        words = error.__cause__ or error
-        return f"the library of C++ kernels does not load with torch {torch.__version__}: {words}; {_MEND}"
-    # Results are allocated here, so under FakeTensorMode there is nothing left to do.
-    torch.library.register_fake("txl_kernels::cpu_forward", lambda *_: None)
-    torch.library.register_fake("txl_kernels::cpu_backward", lambda *_: None)
-    return None
+    return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward"), _MEND)
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like
+from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library
 
 NAME = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,17 +42,9 @@ def unavailable() -> str | None:
 
 
 def _load() -> str | None:
-    if not _LIBRARY.exists():
-        return f"the library of CUDA kernels, {_LIBRARY}, does not exist; {_MEND}"
-    try:
-        torch.ops.load_library(_LIBRARY)
-    except OSError as error:
-        # torch's error names the file, its cause holds the loader's own words.
-        words = error.__cause__ or error
-        return f"the library of CUDA kernels does not load with torch {torch.__version__}: {words}; {_MEND}"
-    # Results are allocated here, so under FakeTensorMode there is nothing left to do.
-    for op in ("cuda_forward", "cuda_backward"):
-        torch.library.register_fake(f"txl_kernels::{op}", lambda *_: None)
+    reason = load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
+    if reason is not None:
+        return reason
     if not _EMULATION and not torch.cuda.is_available():
         return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"
     return None

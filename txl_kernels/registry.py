@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -143,6 +144,24 @@ def report() -> dict[str, BackendInfo]:
         except BackendUnavailable as error:
             infos[name] = BackendInfo(name, False, str(error))
     return infos
+
+
+def load_library(path: Path, kernels: str, ops: tuple[str, ...], mend: str) -> str | None:
+    """Loads a library of `kernels` (C++, CUDA) and its ops; why it cannot be, and the mend, or None."""
+    if not path.exists():
+        return f"the library of {kernels} kernels, {path}, does not exist; {mend}"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        # torch's error names the file, its cause holds the loader's own words.
+        words = error.__cause__ or error
+        return (
+            f"the library of {kernels} kernels does not load with torch {torch.__version__}: {words}; {mend}"
+        )
+    # The backends allocate their results, so under FakeTensorMode there is nothing left to do.
+    for op in ops:
+        torch.library.register_fake(f"txl_kernels::{op}", lambda *_: None)
+    return None
 
 
 def dense_like(x: Tensor) -> Tensor:
