@@ -36,18 +36,11 @@ def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _loaded, _reason
     if not _loaded:
-        _reason = _load()
+        _reason = load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
         _loaded = _reason is None
-    return _reason
-
-
-def _load() -> str | None:
-    reason = load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
-    if reason is not None:
-        return reason
-    if not _EMULATION and not torch.cuda.is_available():
+    if _loaded and not _EMULATION and not torch.cuda.is_available():
         return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"
-    return None
+    return _reason
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
