@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library
+from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library, new_gradients
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -107,11 +107,7 @@ def backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
-    du, dv_bias = (
-        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-        for bias in (bias_u, bias_v)
-    )
+    dq, dk, dv, dr, du, dv_bias = new_gradients(q, k, v, r, bias_u, bias_v)
     if q.numel() == 0:  # no query: keys, positions and biases that nobody used
         for gradient in (dk, dv, dr, du, dv_bias):
             gradient.zero_()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library
+from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library, new_gradients
 
 NAME = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -153,11 +153,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
     _check_sizes(k, r)
-    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
-    du, dv_bias = (
-        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-        for bias in (bias_u, bias_v)
-    )
+    dq, dk, dv, dr, du, dv_bias = new_gradients(q, k, v, r, bias_u, bias_v)
     if q.numel() == 0:  # no query: keys, positions and biases that nobody used
         for gradient in (dk, dv, dr, du, dv_bias):
             gradient.zero_()

@@ -173,6 +173,17 @@ def dense_like(x: Tensor) -> Tensor:
     return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, bias_u: Tensor | None, bias_v: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk, dv, dr, du and dv_bias; an absent bias has one of no elements."""
+    du, dv_bias = (
+        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+        for bias in (bias_u, bias_v)
+    )
+    return dense_like(q), dense_like(k), dense_like(v), dense_like(r), du, dv_bias
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
