@@ -1,87 +1,26 @@
 """Transformer-XL (Dai et al., 2019): relative attention over a memory of the segments before.
 
 B batch, T tokens of this segment, M tokens remembered, K = M + T keys, H heads, D = d_head,
-N rows of position embeddings, furthest distance first.
+N rows of positions, furthest distance first.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import rel_attention
+from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from txl_model.attention import ATTENTION, Dropout, Sight
 from txl_model.config import TransformerXLConfig
-from txl_model.memory import Memory
-
-
-def position_embedding(n_rows: int, d_model: int, device: torch.device | None = None) -> Tensor:
-    """Sinusoids of the distances n_rows - 1, ..., 1, 0: [n_rows, d_model], sines first, then cosines.
-
-    Always float32: bfloat16 has no 257 and float16 no 2049, so far distances would fall together.
-    """
-    distance = torch.arange(n_rows - 1, -1, -1, device=device, dtype=torch.float32)
-    inv_freq = 10000 ** (-torch.arange(0, d_model, 2, device=device, dtype=torch.float32) / d_model)
-    angle = torch.outer(distance, inv_freq)
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-
-class RelativeAttention(nn.Module):
-    """Multi-head attention to memory and segment by content and by distance."""
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__()
-        self.n_head, self.d_head = config.n_head, config.d_head
-        self.dropatt = config.dropatt
-        self.pre_lnorm = config.pre_lnorm
-        d_attn = config.n_head * config.d_head
-        self.qkv_net = nn.Linear(config.d_model, 3 * d_attn, bias=False)
-        self.r_net = nn.Linear(config.d_model, d_attn, bias=False)
-        self.o_net = nn.Linear(d_attn, config.d_model, bias=False)
-        self.drop = nn.Dropout(config.dropout)
-        self.layer_norm = nn.LayerNorm(config.d_model)
-
-    def forward(
-        self,
-        h: Tensor,
-        mem: Tensor,
-        pos_emb: Tensor,
-        bias_u: Tensor,
-        bias_v: Tensor,
-        window_size: tuple[int, int],
-        backend: str | None,
-    ) -> Tensor:
-        """h [B, T, d_model], mem [B, M, d_model], pos_emb [N, d_model], biases [H, D] -> [B, T, d_model]."""
-        context = torch.cat([mem, h], dim=1)
-        if self.pre_lnorm:
-            context = self.layer_norm(context)
-        # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
-        d_attn = self.n_head * self.d_head
-        w_q, w_kv = self.qkv_net.weight.split([d_attn, 2 * d_attn])
-        q = self._heads(F.linear(context[:, mem.shape[1] :], w_q))
-        k, v = (self._heads(x) for x in F.linear(context, w_kv).chunk(2, dim=-1))
-        r = self._heads(self.r_net(pos_emb))
-        out = rel_attention(
-            q,
-            k,
-            v,
-            r,
-            bias_u,
-            bias_v,
-            window_size=window_size,
-            dropout_p=self.dropatt if self.training else 0.0,
-            backend=backend,
-        )
-        out = h + self.drop(self.o_net(out.transpose(1, 2).flatten(2)))
-        return out if self.pre_lnorm else self.layer_norm(out)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[..., rows, H * D] -> [..., H, rows, D], a view."""
-        return x.unflatten(-1, (self.n_head, self.d_head)).transpose(-2, -3)
+from txl_model.memory import HiddenMemory, KeyValueMemory, KeyValues, Memory, Reading
+from txl_model.positions import last_rows, position_embedding
 
 
 class FeedForward(nn.Module):
@@ -93,9 +32,9 @@ class FeedForward(nn.Module):
         self.net = nn.Sequential(
             nn.Linear(config.d_model, config.d_inner),
             nn.ReLU(),
-            nn.Dropout(config.dropout),
+            Dropout(config.dropout, config.variational),
             nn.Linear(config.d_inner, config.d_model),
-            nn.Dropout(config.dropout),
+            Dropout(config.dropout, config.variational),
         )
         self.layer_norm = nn.LayerNorm(config.d_model)
 
@@ -109,31 +48,39 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
-        self.attn = RelativeAttention(config)
+        self.attn = ATTENTION[config.attn_type](config)
         self.ff = FeedForward(config)
 
     def forward(
         self,
         h: Tensor,
-        mem: Tensor,
-        pos_emb: Tensor,
-        bias_u: Tensor,
-        bias_v: Tensor,
-        window_size: tuple[int, int],
-        backend: str | None,
+        past: Tensor | KeyValues,
+        positions: tuple[Tensor, ...],
+        biases: tuple[Tensor, ...],
+        sight: Sight,
     ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]; the arguments are `RelativeAttention.forward`'s."""
-        return self.ff(self.attn(h, mem, pos_emb, bias_u, bias_v, window_size, backend))
+        """[B, T, d_model] -> [B, T, d_model]; the arguments are `Attention.forward`'s."""
+        return self.ff(self.attn(h, past, positions, biases, sight))
 
 
-@dataclass
+@dataclass(frozen=True)
 class TransformerXLOutput:
     """What one segment gives."""
 
-    logits: Tensor  # [B, T, vocab_size]
-    loss: Tensor | None  # mean over the labelled tokens, in nats
-    token_losses: Tensor | None  # [B, T], 0 where the label is -100
+    hidden: Tensor  # [B, T, d_model], what the softmax sees
     memory: Memory  # pass it in with the next segment
+    token_losses: Tensor | None  # [B, T] in nats, in token order, 0 where the label is -100
+    loss: Tensor | None  # mean over the labelled tokens, in nats
+    to_logits: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[B, T, vocab_size], made when first asked for; of an adaptive softmax, log-probabilities."""
+        return self.to_logits(self.hidden)
+
+    def last_logits(self) -> Tensor:
+        """[B, vocab_size]: those of the last token only."""
+        return self.to_logits(self.hidden[:, -1])
 
 
 class TransformerXL(nn.Module):
@@ -149,71 +96,235 @@ class TransformerXL(nn.Module):
         super().__init__()
         self.config = config
         self.backend = backend
-        self.word_emb = nn.Embedding(config.vocab_size, config.d_model)
-        self.drop = nn.Dropout(config.dropout)
+        self.word_emb = AdaptiveEmbedding(config)
+        self.drop = Dropout(config.dropout, config.variational)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        n_bias = config.n_layer if config.untie_r else 1
-        self.bias_u = nn.Parameter(torch.empty(n_bias, config.n_head, config.d_head))
-        self.bias_v = nn.Parameter(torch.empty(n_bias, config.n_head, config.d_head))
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size)
-        self.apply(self._init_weights)
-        for bias in (self.bias_u, self.bias_v):
-            nn.init.normal_(bias, std=config.init_std)
-        if config.tie_weight:
-            self.lm_head.weight = self.word_emb.weight
+        self.softmax = AdaptiveSoftmax(config)
+
+        def normal(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape) * config.init_std)
+
+        n_layer, heads = config.n_layer, (config.n_head, config.d_head)
+        if config.attn_type == 0:
+            n_bias = n_layer if config.untie_r else 1
+            self.bias_u, self.bias_v = normal(n_bias, *heads), normal(n_bias, *heads)
+        elif config.attn_type == 1:
+            self.bias_u = normal(n_layer, *heads)
+            self.r_emb = normal(n_layer, config.max_klen, *heads)
+            self.r_bias = nn.Parameter(torch.zeros(n_layer, config.max_klen, config.n_head))
+        elif config.attn_type == 3:
+            self.r_emb = normal(n_layer, config.max_klen, *heads)
+        self.blocks.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.init_std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
             nn.init.normal_(module.weight, mean=1.0, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
-    def new_memory(self, batch_size: int, mem_len: int | None = None) -> Memory:
-        """An empty memory. It keeps `mem_len` tokens; None is the config's length, as `memory=None` gives."""
-        mem_len = self.config.mem_len if mem_len is None else mem_len
-        return Memory.empty(mem_len, self.config.n_layer, batch_size, like=self.word_emb.weight)
+    def new_memory(
+        self,
+        batch_size: int,
+        mem_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: bool | None = None,
+        kind: Literal["hidden", "kv"] | None = None,
+    ) -> Memory:
+        """The memory of a text not begun. It also says how that is to be read; None is as the config says.
 
-    def forward(
-        self, input_ids: Tensor, memory: Memory | None = None, labels: Tensor | None = None
-    ) -> TransformerXLOutput:
-        """Predict the token after each of `input_ids` [B, T].
+        Args:
+            batch_size: B.
+            mem_len: tokens to remember.
+            clamp_len: distances beyond share one position embedding; -1: each has its own.
+            same_length: every query sees the same number of keys.
+            kind: "hidden" remembers hidden states, projected again by the current weights: for training.
+                "kv" remembers keys and values: for reading without gradients while the weights stay as they
+                are, the same numbers with a fraction of the work. None: "kv" for a model in eval mode where
+                gradients are off. Absolute positions (attn_type 2 and 3) move with every segment, so that
+                they need "hidden".
 
-        `labels` [B, T] are those next tokens, aligned with input_ids (not shifted here); -100 is not scored.
-        `memory` is what the forward pass over the segment before returned; None starts a new text.
+        Raises:
+            ValueError: for lengths that make no memory, or a kind this model cannot have.
         """
         config = self.config
+        mem_len = config.mem_len if mem_len is None else mem_len
+        clamp_len = config.clamp_len if clamp_len is None else clamp_len
+        same_length = config.same_length if same_length is None else same_length
+        if mem_len < 0:
+            raise ValueError(f"mem_len must not be negative, got {mem_len}")
+        if clamp_len < -1:
+            raise ValueError(f"clamp_len must be -1 (off) or a distance, got {clamp_len}")
+        if same_length and mem_len + config.same_length_extra == 0:
+            raise ValueError("same_length needs mem_len >= 1: with 0 no query may see even itself")
+        relative = config.attn_type in (0, 1)
+        if kind is None:
+            kind = "kv" if relative and not self.training and not torch.is_grad_enabled() else "hidden"
+        elif kind == "kv" and not relative:
+            raise ValueError(f"attn_type {config.attn_type} has absolute positions, which need kind='hidden'")
+        elif kind not in ("hidden", "kv"):
+            raise ValueError(f"kind must be 'hidden', 'kv' or None, got {kind!r}")
+
+        d_key = config.d_head + (config.attn_type == 1)
+        reading = Reading(
+            mem_len,
+            clamp_len,
+            bool(same_length),
+            config.zero_memory,
+            config.n_layer,
+            config.d_model,
+            config.n_head,
+            d_key,
+        )
+        weight = self.softmax.biases[0]
+        length = mem_len if config.zero_memory else 0
+        if kind == "hidden":
+            zeros = torch.zeros(batch_size, length, config.d_model, device=weight.device, dtype=weight.dtype)
+            return HiddenMemory.of(reading, batch_size, None, [zeros] * config.n_layer)
+        if not length:
+            nothing = torch.empty(2, batch_size, config.n_head, 0, d_key, device=weight.device)
+            return KeyValueMemory.of(reading, batch_size, None, [nothing] * config.n_layer)
+        zero = torch.zeros(1, 1, config.d_model, device=weight.device, dtype=weight.dtype)
+        blocks = cast("list[Block]", self.blocks)
+        zeros_by_layer = [torch.stack(b.attn.project(zero)[1:]) for b in blocks]  # [2, 1, H, 1, D] each
+        states = [x.expand(-1, batch_size, -1, length, -1) for x in zeros_by_layer]
+        memory = KeyValueMemory.of(reading, batch_size, None, states)
+        memory.store.zeros = zeros_by_layer
+        return memory
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        memory: Memory | None = None,
+        labels: Tensor | None = None,
+        ext_len: int = 0,
+    ) -> TransformerXLOutput:
+        """Predict the token after each of `input_ids`.
+
+        Args:
+            input_ids: int64 [B, T].
+            memory: what the forward pass over the segment before returned; None: `new_memory(B)`, a new text.
+            labels: int64 [B, T], those next tokens, aligned with input_ids (not shifted here); -100
+                is not scored.
+            ext_len: the last tokens of the segment that will be read again with the next one:
+                memory leaves them out.
+
+        Raises:
+            ValueError: for shapes that do not fit, tokens out of range (on CPUs; to look would hold
+                a GPU up), the memory of another model or batch, or one of keys and values where
+                gradients are wanted.
+        """
+        config = self.config
+        self._check(input_ids, labels, ext_len)
+        batch_size, n_token = input_ids.shape
+        if memory is None:
+            memory = self.new_memory(batch_size)
+        self._check_memory(memory, batch_size)
+
+        reading, klen = memory.reading, memory.length + n_token
+        pasts = memory.open(n_token)
+        first = pasts[0]
+        h = self.word_emb(input_ids) * math.sqrt(config.d_model)
+        # Rows of positions to project: of all distances, or for the first time of as many as there
+        # will ever be.
+        n_project = first.n_project if isinstance(first, KeyValues) else reading.n_rows(klen)
+        sinusoid = None
+        if config.attn_type == 0 and n_project:
+            # One dropout mask for the positions, shared by all layers.
+            sinusoid = position_embedding(n_project, config.d_model, h.device).to(h.dtype)
+            sinusoid = nn.functional.dropout(sinusoid, config.dropout, self.training)
+        window = memory.mem_len - 1 + config.same_length_extra
+        sight = Sight(
+            n_rows=reading.n_rows(klen) if config.attn_type in (0, 1) else 1,
+            window_size=(window, 0) if reading.same_length else (-1, -1),
+            key_range=memory.key_range(n_token),
+            backend=self.backend,
+        )
+
+        inputs = []
+        if config.attn_type != 2:
+            h = self.drop(h)
+        for i, block in enumerate(self.blocks):
+            inputs.append(h)  # without absolute positions: they will be others when this is memory
+            past: Tensor | KeyValues = pasts[i]
+            absolute = self._absolute_positions(i, klen, reading, h)
+            if absolute is not None:
+                assert isinstance(past, Tensor)  # new_memory gives these models no other
+                past, h = past + absolute[: klen - n_token], h + absolute[klen - n_token :]
+                if config.attn_type == 2:
+                    h = self.drop(h)
+            h = block(h, past, *self._positions_and_biases(i, n_project, sinusoid), sight)
+        hidden = self.drop(h)
+
+        loss = token_losses = None
+        if labels is not None:
+            token_losses = self.softmax.token_losses(hidden.flatten(0, 1), labels.flatten(), self.word_emb)
+            token_losses = token_losses.view_as(labels)
+            loss = token_losses.sum() / (labels != -100).sum().clamp(min=1)
+        new_memory = memory.update(pasts, inputs, ext_len)
+        return TransformerXLOutput(hidden, new_memory, token_losses, loss, self._logits)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.softmax.logits(hidden, self.word_emb)
+
+    def _positions_and_biases(
+        self, i: int, n_project: int, sinusoid: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What layer i's attention takes of positions (n_project rows, furthest first) and biases."""
+        if self.config.attn_type == 0:
+            shared = 0 if len(self.bias_u) == 1 else i
+            return () if sinusoid is None else (sinusoid,), (self.bias_u[shared], self.bias_v[shared])
+        if self.config.attn_type == 1:
+            tables = (self.r_emb[i], self.r_bias[i])
+            return tuple(last_rows(table, n_project) for table in tables), (self.bias_u[i],)
+        return (), ()
+
+    def _absolute_positions(self, i: int, klen: int, reading: Reading, h: Tensor) -> Tensor | None:
+        """What is added to the K inputs of layer i, memory included: [K, d_model], by distance from the end.
+
+        The published code adds it in place to states that hold the positions of an earlier segment
+        already. Here memory holds none, so that every state has the position it has now.
+        """
+        n_rows = reading.n_rows(klen)
+        if self.config.attn_type == 2 and i == 0:
+            return last_rows(position_embedding(n_rows, self.config.d_model, h.device).to(h.dtype), klen)
+        if self.config.attn_type == 3:
+            return last_rows(last_rows(self.r_emb[i].flatten(1), n_rows), klen).to(h.dtype)
+        return None
+
+    def _check(self, input_ids: Tensor, labels: Tensor | None, ext_len: int) -> None:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be [B, T] with T >= 1, got shape {list(input_ids.shape)}")
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels must be {list(input_ids.shape)} as input_ids, got {list(labels.shape)}")
-        if memory is None:
-            memory = self.new_memory(len(input_ids))
-        memory.check(config.n_layer, len(input_ids), config.d_model)
-        if config.same_length and memory.mem_len == 0:
-            raise ValueError("same_length needs mem_len >= 1: with 0 no query may see even itself")
-        window_size = (memory.mem_len - 1, 0) if config.same_length else (-1, -1)
+        if not 0 <= ext_len <= input_ids.shape[1]:
+            raise ValueError(f"ext_len must be between 0 and T = {input_ids.shape[1]}, got {ext_len}")
+        n = self.config.vocab_size
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if ids is None:
+                continue
+            if ids.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64, got {ids.dtype}")
+            if ids.device.type == "cpu" and ids.numel():
+                wrong = (ids < 0) | (ids >= n)
+                if ids is labels:
+                    wrong &= ids != -100
+                if wrong.any():
+                    raise ValueError(f"{name} must be tokens 0 to {n - 1}, got {ids[wrong][0].item()}")
 
-        h = self.drop(self.word_emb(input_ids) * math.sqrt(config.d_model))
-        n_rows = memory.length + input_ids.shape[1]
-        if config.clamp_len >= 0:
-            # rel_attention gives every distance beyond the furthest row that row: a short table clamps.
-            n_rows = min(n_rows, config.clamp_len + 1)
-        # One dropout mask for the positions, shared by all layers.
-        pos_emb = self.drop(position_embedding(n_rows, config.d_model, h.device).to(h.dtype))
-
-        inputs = []
-        for i, (block, mem) in enumerate(zip(self.blocks, memory.hidden, strict=True)):
-            inputs.append(h)
-            u, v = (bias[i if config.untie_r else 0] for bias in (self.bias_u, self.bias_v))
-            h = block(h, mem, pos_emb, u, v, window_size, self.backend)
-        logits = self.lm_head(self.drop(h))
-
-        loss = token_losses = None
-        if labels is not None:
-            at_least_float32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            token_losses = F.cross_entropy(at_least_float32.flatten(0, 1), labels.flatten(), reduction="none")
-            token_losses = token_losses.view_as(labels)
-            loss = token_losses.sum() / (labels != -100).sum()
-        return TransformerXLOutput(logits, loss, token_losses, memory.update(inputs))
+    def _check_memory(self, memory: Memory, batch_size: int) -> None:
+        config, reading = self.config, memory.reading
+        expected = (config.n_layer, config.d_model, config.n_head, config.d_head + (config.attn_type == 1))
+        got = (reading.n_layer, reading.d_model, reading.n_head, reading.d_key)
+        if got != expected or memory.batch_size != batch_size:
+            raise ValueError(
+                f"memory is of (n_layer, d_model, n_head, width of keys) = {got} "
+                f"and batch {memory.batch_size}; the model and input_ids need {expected} "
+                f"and batch {batch_size}"
+            )
+        if isinstance(memory, KeyValueMemory) and (self.training or torch.is_grad_enabled()):
+            raise ValueError(
+                "a memory of keys and values is for reading: call model.eval() and use torch.no_grad(), "
+                "or make the memory with kind='hidden'"
+            )

@@ -1,0 +1,170 @@
+"""The four attention kinds of the published code, all on `txl_kernels.rel_attention`.
+
+They differ in what distance contributes: a sinusoid projected by each layer (Dai et al., equation
+    in section 3.3), a
+learned vector and bias per distance (Shaw et al., 2018), or nothing, positions having been added to
+the hidden states (Vaswani et al., 2017; Al-Rfou et al., 2019).
+
+B batch, T tokens of this segment, M tokens remembered, K = M + T keys, H heads, D = d_head,
+N rows of positions, furthest distance first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from txl_kernels import rel_attention
+from txl_model.config import TransformerXLConfig
+from txl_model.memory import KeyValues
+
+
+class Dropout(nn.Module):
+    """Dropout of [B, T, d]; `variational`: the same units at every time step (Gal and Ghahramani, 2016)."""
+
+    def __init__(self, p: float, variational: bool = False) -> None:
+        super().__init__()
+        self.p, self.variational = p, variational
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.variational:
+            return F.dropout(x, self.p, self.training)
+        return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (", variational" if self.variational else "")
+
+
+class Sight(NamedTuple):
+    """What the queries of a segment may see, and the kernel that looks."""
+
+    n_rows: int  # distances with a row of their own
+    window_size: tuple[int, int]
+    key_range: Tensor | None  # int32 [B, 2]
+    backend: str | None
+
+
+class Attention(nn.Module):
+    """Multi-head attention to memory and segment, with residual and LayerNorm.
+
+    As it is, for hidden states to which positions were added (attn_type 2 and 3); subclasses add distance.
+    """
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.n_head, self.d_head = config.n_head, config.d_head
+        self.dropatt = config.dropatt
+        self.pre_lnorm = config.pre_lnorm
+        d_attn = config.n_head * config.d_head
+        self.qkv_net = nn.Linear(config.d_model, 3 * d_attn, bias=False)
+        self.o_net = nn.Linear(d_attn, config.d_model, bias=False)
+        self.drop = Dropout(config.dropout, config.variational)
+        self.layer_norm = nn.LayerNorm(config.d_model)
+
+    def forward(
+        self,
+        h: Tensor,
+        past: Tensor | KeyValues,
+        positions: tuple[Tensor, ...],
+        biases: tuple[Tensor, ...],
+        sight: Sight,
+    ) -> Tensor:
+        """h [B, T, d_model], past [B, M, d_model] or keys and values -> [B, T, d_model].
+
+        `positions` and `biases` are what this kind of attention has of them: see `rows` and `query_biases`.
+        """
+        if isinstance(past, Tensor):
+            # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
+            context = torch.cat([past, h], dim=1)
+            if self.pre_lnorm:
+                context = self.layer_norm(context)
+            w_q, w_kv = self.qkv_net.weight.tensor_split([self.n_head * self.d_head])
+            q = self._heads(F.linear(context[:, past.shape[1] :], w_q))
+            k, v = (self._heads(x) for x in F.linear(context, w_kv).chunk(2, dim=-1))
+            r = self.rows(positions)
+        else:
+            q, k, v = self.project(h)
+            k, v = past.append(k, v)
+            r = past.rows(lambda: self.rows(positions))[:, -sight.n_rows :]
+        bias_u, bias_v = self.query_biases(biases)
+        out = rel_attention(
+            q,
+            k,
+            v,
+            r,
+            bias_u,
+            bias_v,
+            window_size=sight.window_size,
+            key_range=sight.key_range,
+            scale=self.d_head**-0.5,
+            dropout_p=self.dropatt if self.training else 0.0,
+            backend=sight.backend,
+        )
+        out = out[..., : self.d_head].transpose(1, 2).flatten(2)
+        out = h + self.drop(self.o_net(out))
+        return out if self.pre_lnorm else self.layer_norm(out)
+
+    def project(self, h: Tensor) -> tuple[Tensor, ...]:
+        """[B, T, d_model] -> q, k, v [B, H, T, D]."""
+        if self.pre_lnorm:
+            h = self.layer_norm(h)
+        return tuple(self._heads(x) for x in self.qkv_net(h).chunk(3, dim=-1))
+
+    def rows(self, positions: tuple[Tensor, ...]) -> Tensor:
+        """r [H, N, D]. Here distance says nothing: one row of zeros, which the kernel takes for all."""
+        return self.qkv_net.weight.new_zeros(self.n_head, 1, self.d_head)
+
+    def query_biases(self, biases: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        """u and v, [H, D] each, or None for zero."""
+        return None, None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[..., rows, H * D] -> [..., H, rows, D], a view."""
+        return x.unflatten(-1, (self.n_head, self.d_head)).transpose(-2, -3)
+
+
+class RelativeAttention(Attention):
+    """Distance as a sinusoid that the layer projects (attn_type 0).
+
+    Its positions are (sinusoids [N, d_model],), its biases (u, v).
+    """
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__(config)
+        self.r_net = nn.Linear(config.d_model, config.n_head * config.d_head, bias=False)
+
+    def rows(self, positions: tuple[Tensor, ...]) -> Tensor:
+        return self._heads(self.r_net(positions[0]))
+
+    def query_biases(self, biases: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        return biases[0], biases[1]
+
+
+class LearnedRelativeAttention(Attention):
+    """Distance as a learned vector and a learned bias (attn_type 1).
+
+    Its positions are (vectors [N, H, D], biases [N, H]), its biases (u,).
+
+    The score (q + u) . k + q . r_d + b_d is relative attention over heads one wider: with r = (r_d,
+    b_d), q and k end in 0 and v = (0, ..., 0, 1), so (q + v) . r = q . r_d + b_d.
+    """
+
+    def rows(self, positions: tuple[Tensor, ...]) -> Tensor:
+        r_emb, r_bias = positions
+        return torch.cat([r_emb, r_bias.to(r_emb.dtype)[..., None]], dim=-1).transpose(0, 1)
+
+    def query_biases(self, biases: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        bias_u = F.pad(biases[0], (0, 1))
+        bias_v = torch.zeros_like(bias_u)
+        bias_v[:, -1] = 1.0
+        return bias_u, bias_v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return F.pad(super()._heads(x), (0, 1))
+
+
+ATTENTION = {0: RelativeAttention, 1: LearnedRelativeAttention, 2: Attention, 3: Attention}  # by attn_type
