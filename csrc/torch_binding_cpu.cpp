@@ -77,6 +77,17 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
       tensors, torch_pool());
 }
 
+void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
+  const auto data = [](const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
+    return t.data_ptr();
+  };
+  txl::cpu_linear(dtype_of(x),
+                  {data(x, "x"), data(weight, "weight"), bias ? data(*bias, "bias") : nullptr,
+                   data(out, "out"), x.size(0), weight.size(0), x.size(1), weight.stride(0)},
+                  torch_pool());
+}
+
 std::string cpu_level() { return txl::cpu_level(); }
 std::string cpu_levels() { return txl::cpu_levels(); }
 
@@ -95,6 +106,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
       "r_zero, float scale,"
       " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
       "Tensor(f!)? dv_bias) -> ()");
+  m.def("cpu_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("cpu_level() -> str");
   m.def("cpu_levels() -> str");
 }
@@ -102,6 +114,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
 STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&cpu_forward));
   m.impl("cpu_backward", TORCH_BOX(&cpu_backward));
+  m.impl("cpu_linear", TORCH_BOX(&cpu_linear));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CompositeExplicitAutograd, m) {

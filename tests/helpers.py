@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+import txl_kernels
 from txl_kernels import BackendUnavailable, rel_attention
 from txl_kernels.reference import reference
 
@@ -386,7 +387,27 @@ def check_broadly(name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> i
                 )
                 assert_same_bits(contiguous, sliced)
                 count += 2
+            if name == "cpu":
+                check_linear(3, 131, 513, dtype)
+                count += 1
     return count
+
+
+def check_linear(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> None:
+    """`txl_kernels.linear` against float64, with and without bias, between neighbours that are NaN."""
+    eps = torch.finfo(dtype).eps
+    x, weight = (inside_larger(torch.randn(n, depth).to(dtype)) for n in (rows, outputs))
+    bias = torch.randn(outputs).to(dtype)
+    for b in (bias, None):
+        with torch.no_grad():
+            got = txl_kernels.linear(x, weight, b)
+        exact, size = (
+            f(x.double()) @ f(weight.double()).T + (0 if b is None else f(b.double()))
+            for f in (lambda t: t, torch.abs)
+        )
+        assert got.dtype == dtype
+        # Sums are in float32 or better; the result is rounded once.
+        assert ((got.double() - exact).abs() <= eps * exact.abs() + 1e-6 * size).all()
 
 
 def inside_larger(t: torch.Tensor) -> torch.Tensor:

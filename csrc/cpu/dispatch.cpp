@@ -109,4 +109,8 @@ void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, 
     of(plain_level(), dtype).backward(problem, tensors, pool);
 }
 
+void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) {
+  of(level(), dtype).linear(tensors, pool);
+}
+
 }  // namespace txl

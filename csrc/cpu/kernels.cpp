@@ -7,6 +7,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "linear.h"
 
 namespace txl::TXL_LEVEL {
 namespace {
@@ -49,12 +50,14 @@ bool backward(const Problem& p, const Backward& t, const Pool& pool) {
   return BackwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
 }
 
+void linear(const Linear& t, const Pool& pool) { LinearKernel<Case::Stored>(t, pool).run(); }
+
 }  // namespace
 
 // kernels_f32, kernels_f64 or kernels_bf16 of this level.
 #define TXL_NAME_(dtype) kernels_##dtype
 #define TXL_NAME(dtype) TXL_NAME_(dtype)
 extern const Kernels TXL_NAME(TXL_DTYPE);
-const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward};
+const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear};
 
 }  // namespace txl::TXL_LEVEL
