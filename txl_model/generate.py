@@ -1,0 +1,185 @@
+"""Text from a model: one token at a time, each with the memory of all before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from txl_model.data.vocabulary import Vocabulary
+from txl_model.evaluate import eval_mode
+from txl_model.memory import Memory
+from txl_model.model import TransformerXL
+
+FINISHED = -1  # what a row gives after its stop token
+
+
+def generate(
+    model: TransformerXL,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 40,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_tokens: Iterable[int] = (),
+    mem_len: int | None = None,
+    clamp_len: int | None = None,
+    same_length: bool | None = None,
+    segment_len: int = 512,
+) -> Iterator[Tensor]:
+    """Continue prompts, step by step.
+
+    Every row is what its prompt alone would give. Prompts of unequal length are padded on the left with what
+    no token sees, and all end together with a segment. Row b draws from a generator of its own, seeded
+    seed + b, so `generate(model, [prompts[b]], n, seed=seed + b)` gives the row again; torch's global
+    generators are neither read nor moved.
+
+    The defaults sample as the paper did, among the 40 likeliest tokens. Between steps the model is in the
+    mode it was in: a generator that is not read to its end leaves nothing behind.
+
+    Args:
+        model: on any device.
+        prompts: lists of tokens, one token each at least.
+        max_new_tokens: steps at most.
+        temperature: divides the logits. 0: always the likeliest token, whatever top_k, top_p and seed.
+        top_k: draw among this many likeliest tokens. 0: among all.
+        top_p: draw among the fewest likeliest of these that together have this probability (nucleus
+            sampling, Holtzman et al., 2020). 1: among all of them.
+        seed: the same seed gives the same text. None: another text every time.
+        stop_tokens: the first of these that a row gives ends it; the iterator ends when all rows have.
+        mem_len, clamp_len, same_length: of the memory. None: the model's.
+        segment_len: tokens of the prompts read at once.
+
+    Yields:
+        int64 [B], on the CPU: each row's next token, its stop token included; after that `FINISHED`.
+
+    Raises:
+        ValueError: an argument out of range; at the call, not at the first step.
+    """
+    vocab_size = model.config.vocab_size
+    rows = [[int(token) for token in prompt] for prompt in prompts]
+    stop = frozenset(stop_tokens)
+    if not rows:
+        raise ValueError("prompts is empty: give at least one")
+    for b, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {b} is empty: a model needs a token to predict the next one from")
+        _check_tokens(f"prompt {b}", row, vocab_size)
+    _check_tokens("stop_tokens", stop, vocab_size)
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("segment_len", segment_len, 1),
+        ("top_k", top_k, 0),
+        ("mem_len", mem_len, 0),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+
+    if seed is None:
+        seed = torch.Generator().seed()
+    draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
+
+    def choose(logits: Tensor) -> Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
+        return sample(logits, uniform.to(logits.device), temperature, top_k, top_p)
+
+    longest = max(len(row) for row in rows)
+    padding = [longest - len(row) for row in rows]
+    input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)])
+    with torch.no_grad(), eval_mode(model):
+        memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
+    if any(padding):
+        memory = memory.reset(range(len(rows)), skip=torch.tensor(padding, device=memory.device))
+    # Segments end where the prompts do: each row has its segments as if it had no padding.
+    first = (longest - 1) % segment_len + 1
+    segments = input_ids.split([first] + [segment_len] * ((longest - first) // segment_len), dim=1)
+    return _steps(model, memory, segments, choose, max_new_tokens, stop)
+
+
+def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The tokens that `uniform` points at, where each, the likeliest first, takes a share of [0, 1) as large
+    as its probability after temperature, then top_k, then top_p.
+
+    Args:
+        logits: [B, V]; log-probabilities serve as well.
+        uniform: float64 [B] in [0, 1).
+        temperature, top_k, top_p: `generate`'s; temperature > 0.
+
+    Returns:
+        int64 [B].
+    """
+    vocab_size = logits.shape[-1]
+    logits, tokens = logits.topk(min(top_k or vocab_size, vocab_size))
+    logits = logits.double()
+    # The largest is taken off first: no temperature is so low that it overflows.
+    p = ((logits - logits[:, :1]) / temperature).softmax(-1)
+    reached = p.cumsum(-1)
+    kept = reached - p < top_p
+    total = (p * kept).sum(-1)
+    index = (reached <= (uniform * total)[:, None]).sum(-1)
+    index = index.minimum(kept.sum(-1) - 1)  # rounding may point at the end of the last share
+    return tokens.gather(-1, index[:, None])[:, 0]
+
+
+def collect(steps: Iterable[Tensor]) -> list[list[int]]:
+    """The new tokens of each row, its stop token included: `collect(generate(...))`."""
+    return [
+        [token for token in row if token != FINISHED]
+        for row in zip(*(s.tolist() for s in steps), strict=True)
+    ]
+
+
+def stream_text(steps: Iterable[Tensor], vocabulary: Vocabulary, row: int = 0) -> Iterator[str]:
+    """The text of one row of `generate`'s steps as it comes, in pieces that are whole characters: to be
+    printed one after the other, flushed."""
+    decode = vocabulary.decoder()
+    for step in steps:
+        token = int(step[row])
+        if token == FINISHED:
+            break
+        if piece := decode([token]):
+            yield piece
+    if piece := decode([], True):  # the text ends within a character
+        yield piece
+
+
+@torch.no_grad()
+def _steps(
+    model: TransformerXL,
+    memory: Memory,
+    segments: Iterable[Tensor],
+    choose: Callable[[Tensor], Tensor],
+    max_new_tokens: int,
+    stop_tokens: frozenset[int],
+) -> Iterator[Tensor]:
+    """`generate`'s steps. segments: of the prompts, [B, T]; choose: from logits [B, V] to tokens [B]."""
+    for segment in segments:
+        with eval_mode(model):
+            out = model(segment.to(memory.device), memory)
+        memory = out.memory
+    finished = [False] * memory.batch_size
+    for step in range(1, max_new_tokens + 1):
+        chosen = choose(out.last_logits())
+        tokens = chosen.tolist()
+        yield torch.tensor([FINISHED if done else t for done, t in zip(finished, tokens, strict=True)])
+        finished = [done or token in stop_tokens for done, token in zip(finished, tokens, strict=True)]
+        if all(finished) or step == max_new_tokens:
+            return
+        with eval_mode(model):
+            out = model(chosen[:, None], out.memory)
+
+
+def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}: token {token} is not in the model's vocabulary, [0, {vocab_size})")
