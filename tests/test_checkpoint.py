@@ -1,0 +1,451 @@
+"""Checkpoints: going on is exact wherever a run was stopped or killed, and no damage goes
+unnoticed."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training import fingerprint, make_trainer, model_config, run
+
+import txl_model
+import txl_model.checkpoint
+from txl_model import TransformerXL
+from txl_model.checkpoint import Checkpoints, load_model, read_json, read_tensors, save_model
+from txl_model.distributed import Processes
+from txl_model.log import read_log
+from txl_model.train import TrainResult
+
+TESTS = Path(__file__).parent
+
+
+def newest(out_dir: Path) -> Path:
+    return Checkpoints(out_dir / "checkpoints").all()[-1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 12 steps with checkpoints of steps 6, 9 and 12. Copy it before changing it."""
+    out_dir = tmp_path_factory.mktemp("run") / "run"
+    run(out_dir)
+    return out_dir
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def stop_at(step: int, out_dir: Path, **fields: object) -> TrainResult:
+    """Begin or go on with a run, and stop it by a signal during its update number `step`."""
+
+    class Stopping:
+        def __init__(self, batches):
+            self.batches = batches
+            self.state, self.resume = batches.state, batches.resume
+
+        def __iter__(self):
+            for segment in self.batches:
+                if trainer.state.progress.step == step - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield segment
+
+    trainer = make_trainer(out_dir, **fields)
+    trainer.batches = trainer.state.batches = Stopping(trainer.batches)
+    return trainer.run(resume=True)
+
+
+# ---------------------------------------------------------------------------------------------- going on
+
+RUNS = [
+    ({}, {}),
+    ({}, {"varlen": True, "tgt_len": 9, "batch_chunk": 2}),
+    ({"variational": True}, {"half_loss": True, "average": "ema", "ema_decay": 0.9}),
+    ({"mem_len": 0}, {"optim": "adamw", "weight_decay": 0.1, "average": "swa", "average_start": 4}),
+    (
+        {"attn_type": 1},
+        # A validation loss that rises now and then, and a learning rate that falls.
+        {"optim": "sgd", "lr": 2.0, "scheduler": "dev_perf", "decay_rate": 0.3, "eval_interval": 3},
+    ),
+    ({"attn_type": 3}, {"optim": "sgd", "ext_len": 2, "log_interval": 5}),
+    ({"cutoffs": (4, 7), "div_val": 2}, {"optim": "adagrad", "scheduler": "inv_sqrt", "warmup_step": 5}),
+    ({"zero_memory": True, "same_length": True}, {"bf16": True, "log_interval": 4}),
+]
+
+
+@pytest.mark.parametrize("model, fields", RUNS, ids=str)
+def test_going_on_is_exact(tmp_path, model, fields):
+    """32 steps, past the end of an epoch, stopped at places that are no multiples of anything."""
+    fields = {"model": model, "max_step": 32, "save_interval": 8, "eval_interval": 12, **fields}
+    run(tmp_path / "whole", **fields)
+    for stop in (5, 13, 31):
+        assert stop_at(stop, tmp_path / "stopped", **fields).step == stop
+    run(tmp_path / "stopped", resume=True, **fields)
+    assert fingerprint(tmp_path / "stopped") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{}, {"bf16": True, "average": "ema", "batch_chunk": 2}], ids=str)
+def test_going_on_is_exact_on_a_gpu(tmp_path, fields):
+    fields = {"processes": Processes(0, 1, torch.device("cuda")), "max_step": 20, **fields}
+    run(tmp_path / "whole", **fields)
+    assert stop_at(7, tmp_path / "stopped", **fields).step == 7
+    run(tmp_path / "stopped", resume=True, **fields)
+    assert fingerprint(tmp_path / "stopped") == fingerprint(tmp_path / "whole")
+
+
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(copy):
+    result = run(copy, resume=True, max_step=15)
+    assert result.step == 15
+    steps = [e["step"] for e in read_log(copy / "log.jsonl") if e["event"] == "train"]
+    assert steps == list(range(1, 16))
+
+
+def test_what_may_change_and_what_may_not(copy):
+    run(copy, resume=True, max_step=13, lr=0.01, keep=1, model={"dropout": 0.2})
+    for fields, message in [
+        ({"batch_size": 8}, "train batch_size = 4, now it is 8"),
+        ({"seed": 1}, "train seed = 1111, now it is 1"),
+        ({"optim": "sgd"}, "train optim = adam, now it is sgd"),
+        ({"model": {"mem_len": 5}}, "model mem_len = 8, now it is 5"),
+        ({"corpus": {"name": "other", "unit": "byte"}}, "corpus name = test, now it is other"),
+    ]:
+        with pytest.raises(ValueError, match=rf"step-00000013 was begun with {message}: to resume it"):
+            run(copy, resume=True, **fields)
+
+
+def test_a_checkpoint_of_another_shape(copy):
+    before = fingerprint(copy)
+    shapes = r"blocks\.0\.ff\.net\.0\.weight is \[18, 12\] there, \[20, 12\] here"
+    with pytest.raises(ValueError, match=rf"step-00000012/model.safetensors .* another shape: {shapes}"):
+        run(copy, resume=True, model={"d_inner": 20})
+    with pytest.raises(ValueError, match=r"another model: it has no blocks\.2\.attn"):
+        run(copy, resume=True, model={"n_layer": 3})
+    with pytest.raises(ValueError, match=r"another model: this one has no blocks\.1\.attn"):
+        run(copy, resume=True, model={"n_layer": 1})
+    assert fingerprint(copy) == before
+
+
+def test_going_on_before_anything_was_saved(tmp_path):
+    run(tmp_path / "whole")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "log.jsonl").write_text('{"event": "train", "step": 1}\n')  # killed in step 2
+    run(tmp_path / "new", resume=True)
+    assert fingerprint(tmp_path / "new") == fingerprint(tmp_path / "whole")
+
+
+# ----------------------------------------------------------------------------------------------- killing
+
+
+def killed(out_dir: Path, how: str) -> int:
+    command = [sys.executable, str(TESTS / "kill_training.py"), str(out_dir), how]
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("never killed") / "run"
+    assert killed(out_dir, "never") == 0
+    return fingerprint(out_dir)
+
+
+def test_killed_at_random_times(tmp_path, never_killed):
+    assert killed(tmp_path / "run", "random") >= 3
+    assert fingerprint(tmp_path / "run") == never_killed
+
+
+@pytest.mark.parametrize(
+    "how, least", [("some-lines", 10), pytest.param("lines", 150, marks=pytest.mark.slow)]
+)
+def test_killed_at_lines_of_the_code_that_writes_files(tmp_path, never_killed, how, least):
+    assert killed(tmp_path / "run", how) >= least
+    assert fingerprint(tmp_path / "run") == never_killed
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000012", "step-00000015"]
+
+
+# ------------------------------------------------------------------------------------- damage on the disk
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def corrupt(path: Path) -> None:
+    """One bit of one byte; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+FILES = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "process-0.safetensors",
+    "process-0.json",
+    "progress.json",
+    "config.json",
+    "manifest.json",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [truncate, corrupt, Path.unlink])
+def test_damage_is_named_and_the_checkpoint_before_is_used(finished, copy, name, harm):
+    harm(newest(copy) / name)
+    if (harm, name) == (corrupt, "manifest.json"):
+        # Still JSON, perhaps: then of another file.
+        what = r"(manifest\.json is no manifest|\S+ (is missing|has .* bytes instead|has changed))"
+    else:
+        what = re.escape(name) + (
+            " is no manifest" if name == "manifest.json" and harm is truncate else
+            " has .* bytes instead of" if harm is truncate else
+            " has changed since it was written" if harm is corrupt else " is missing"
+        )  # fmt: skip
+    events = []
+    result = run(copy, resume=True, on_event=events.append)
+    assert [e["event"] for e in events[:2]] == ["note", "resume"]
+    assert re.search(rf"step-00000012 is damaged: {what}", events[0]["message"])
+    assert events[0]["message"].endswith("going back to step-00000009")
+    assert events[1]["step"] == 9 and result.step == 12
+    assert fingerprint(copy) == fingerprint(finished)
+    assert (copy / "checkpoints" / "damaged-step-00000012").is_dir(), "kept for who wants to look"
+
+
+def test_all_checkpoints_damaged(copy):
+    for checkpoint in Checkpoints(copy / "checkpoints").all():
+        truncate(checkpoint / "model.safetensors")
+    every = ".*".join(f"step-000000{n} is damaged: model.safetensors has" for n in ("12", "09", "06"))
+    with pytest.raises(ValueError, match=f"{every}.*no other is left"):
+        run(copy, resume=True)
+    shutil.rmtree(copy / "best")
+    with pytest.raises(ValueError, match="no other is left"):
+        load_model(copy)
+
+
+def test_a_checkpoint_of_another_format(copy):
+    path = newest(copy) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match="its format is 99, and this version reads 1"):
+        load_model(newest(copy))
+
+
+def test_what_was_left_by_a_kill_is_swept(copy):
+    for name in (".saving-step-00000015", ".deleting-step-00000003"):
+        shutil.copytree(newest(copy), copy / "checkpoints" / name)
+    run(copy, resume=True, max_step=13)
+    names = sorted(p.name for p in (copy / "checkpoints").iterdir())
+    assert names == ["step-00000009", "step-00000012", "step-00000013"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(tmp_path, keep):
+    run(tmp_path, keep=keep, save_interval=2, eval_interval=0)
+    steps = [Checkpoints.step(p) for p in Checkpoints(tmp_path / "checkpoints").all()]
+    assert steps == [2, 4, 6, 8, 10, 12][-keep:]
+
+
+# ---------------------------------------------------------------------------------- disk full, no permission
+
+
+def test_disk_full_at_any_call(copy, monkeypatch):
+    """Each call that reaches the disk fails in turn; the checkpoints before are as they were."""
+    calls = failing = 0
+    fsync = os.fsync
+
+    def full(descriptor):
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    saved = read_json(newest(copy) / "manifest.json")
+    monkeypatch.setattr(os, "fsync", full)
+    what = r"(save the checkpoint \S+step-00000015|save the model in \S+best|write to \S+)"
+    while True:
+        calls, failing = 0, failing + 1
+        with pytest.raises(OSError, match=rf"^cannot {what}: No space left on device") as error:
+            run(copy, resume=True, max_step=15, eval_interval=5, save_interval=0)
+        assert not list((copy / "checkpoints").glob(".*"))
+        if "step-00000015 is there" in str(error.value):
+            break  # it was renamed already; what failed is to sync the folder that it is in
+        assert ("step-00000012 is there" in str(error.value)) == ("the checkpoint" in str(error.value))
+        assert newest(copy).name == "step-00000012"
+        assert read_json(newest(copy) / "manifest.json") == saved
+        load_model(copy)
+    assert failing > 10
+    monkeypatch.undo()
+    assert run(copy, resume=True, max_step=16).step == 16
+    steps = [e["step"] for e in read_log(copy / "log.jsonl") if e["event"] == "train"]
+    assert steps == list(range(1, 17))
+
+
+LIMITED = """
+import resource, sys, training
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    training.run(Path(sys.argv[1]), resume=True, max_step=15)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_files_that_really_cannot_grow(copy):
+    """The system refuses what goes beyond 20,000 bytes: not the weights, but the optimizer's file."""
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(copy), "20000"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    message = r"cannot save the checkpoint .*: optimizer.safetensors: .*File too large"
+    assert re.match(message, done.stdout), done
+    assert newest(copy).name == "step-00000012" and not list((copy / "checkpoints").glob(".*"))
+    assert run(copy, resume=True, max_step=15).step == 15
+
+
+def test_a_log_that_cannot_be_written(copy, monkeypatch):
+    class Full:
+        def write(self, line):
+            return len(line) - 1
+
+        def tell(self):
+            return 0
+
+        def close(self):
+            pass
+
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: Full() if self.name == "log.jsonl" else opened(self, *a, **k)
+    )
+    with pytest.raises(OSError, match=r"cannot write to .*log\.jsonl: No space left on device"):
+        run(copy, resume=True, max_step=15)
+
+
+# ---------------------------------------------------------------------------------------- models on disk
+
+
+def test_save_and_load(tmp_path):
+    model = TransformerXL(model_config(cutoffs=(4, 7), div_val=2))
+    save_model(model, tmp_path / "new" / "folder", {"note": "by hand"}, {"step": "3"})
+    loaded = load_model(tmp_path / "new" / "folder", backend="reference")
+    assert not loaded.training and loaded.backend == "reference" and loaded.config == model.config
+    for (name, got), want in zip(loaded.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(got, want), name
+    assert read_json(tmp_path / "new" / "folder" / "config.json")["note"] == "by hand"
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    mode = (tmp_path / "new" / "folder" / "model.safetensors").stat().st_mode
+    assert mode & 0o777 == (tmp_path / "new" / "folder" / "config.json").stat().st_mode & 0o777
+
+
+def test_load_from_a_run(finished, copy):
+    evals = [e for e in read_log(finished / "log.jsonl") if e["event"] == "eval"]
+    best = min(evals, key=lambda e: e["loss"])
+    from safetensors import safe_open
+
+    with safe_open(copy / "best" / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata == {"step": str(best["step"]), "valid_loss": str(best["loss"])}
+    weights = load_model(copy).state_dict()
+    assert all(
+        torch.equal(x, weights[name]) for name, x in read_tensors(copy / "best" / "model.safetensors").items()
+    )
+    shutil.rmtree(copy / "best")
+    last = load_model(copy).state_dict()
+    assert all(torch.equal(x, last[n]) for n, x in read_tensors(newest(copy) / "model.safetensors").items())
+    direct = load_model(newest(copy)).state_dict()
+    assert all(torch.equal(x, last[n]) for n, x in direct.items())
+    truncate(newest(copy) / "model.safetensors")
+    before = load_model(copy).state_dict()
+    nine = copy / "checkpoints" / "step-00000009" / "model.safetensors"
+    assert all(torch.equal(x, before[n]) for n, x in read_tensors(nine).items())
+    with pytest.raises(ValueError, match=r"step-00000012 is damaged: model\.safetensors has .* bytes"):
+        load_model(newest(copy))
+
+
+def test_saving_that_fails_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+    first, second = (TransformerXL(model_config()) for _ in range(2))
+    save_model(first, tmp_path)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"cannot save the model in {tmp_path}: No space left on device"):
+        save_model(second, tmp_path)
+    assert torch.equal(load_model(tmp_path).bias_u, first.bias_u)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    config = read_json(folder / "config.json")
+    config["model"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rename_tensor(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[new] = tensors.pop(old).clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "harm, message",
+    [
+        (lambda f: shutil.rmtree(f), "does not exist"),
+        (lambda f: (f / "model.safetensors").unlink(), "there is no model in .* expected the folder of a"),
+        (lambda f: (f / "config.json").unlink(), "there is no model in"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
+        (lambda f: (f / "config.json").write_text("{}"), "config.json does not describe a model: .*model"),
+        (lambda f: change_config(f, n_layers=2), "does not describe a model: .* no field n_layers"),
+        (lambda f: change_config(f, n_layer=0), "does not describe a model: n_layer must be at least 1"),
+        (lambda f: change_config(f, n_layer="two"), "does not describe a model: n_layer"),
+        (lambda f: change_config(f, d_inner=20), r"of another shape: blocks\.0\.ff\.net\.0\.weight is "),
+        (lambda f: truncate(f / "model.safetensors"), "model.safetensors is truncated, or no safe"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"PK\3\4 a pickle"), "no safetensors file"),
+        (lambda f: rename_tensor(f, "bias_u", "bias_x"), "another model: it has no bias_u"),
+        (lambda f: (f / "checkpoints").mkdir(), "has saved no checkpoint yet"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_loaded(tmp_path, harm, message):
+    folder = tmp_path / "model"
+    save_model(TransformerXL(model_config()), folder)
+    harm(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load_model(folder)
+
+
+def test_no_pickle(finished):
+    """Nothing that is written could hold code, and nothing that is read is given the chance."""
+    kinds = {p.suffix for p in finished.rglob("*") if p.is_file()}
+    assert kinds == {".json", ".jsonl", ".safetensors"}
+    for path in Path(txl_model.__file__).parent.rglob("*.py"):
+        source = path.read_text()
+        if "pickle" in source:
+            assert not re.search(r"^\s*(import|from) .*pickle", source, re.MULTILINE), path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert "weights_only=True" in ast.unparse(node), path
+        assert "object_list" not in source and "gather_object" not in source, path

@@ -1,0 +1,491 @@
+"""Training as published: segments in order, memory carried along, stopped and resumed at will.
+
+One step is one update of the weights. What belongs to a step (its line in the log, its evaluation,
+its checkpoint) is done before the next one begins. A checkpoint lies between two steps; the run
+goes on from there as if it had not been stopped, to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from txl_model.checkpoint import CONFIG, Checkpoints, load_weights, reason, replacing, save_model, write
+from txl_model.config import TransformerXLConfig
+from txl_model.distributed import Processes, accumulating, parallelize, whole
+from txl_model.log import Log, figures
+from txl_model.model import TransformerXL
+from txl_model.state import Batches, TrainState
+from txl_model.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from txl_model.data import Corpus
+
+Event = dict[str, Any]
+# Given a model, and a function to call now and then with the number of tokens scored: nats per token.
+Evaluator = Callable[[TransformerXL, Callable[[int], object]], float]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    best_loss: float | None  # of the validation text, nats per token
+    checkpoint: Path | None  # the newest
+    signal: int | None  # SIGINT or SIGTERM, where that ended it before max_step
+
+
+def train(
+    model_config: TransformerXLConfig,
+    train_config: TrainConfig,
+    corpus: Corpus,
+    out_dir: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    on_event: Callable[[Event], object] = lambda event: None,
+    progress: bool = False,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+) -> TrainResult:
+    """Train a model on a corpus. Under torchrun, call it in every process.
+
+    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with a checkpoint; a second one
+    ends it at once. torchrun passes them on, and gives its processes 30 seconds.
+
+    Args:
+        model_config: the model.
+        train_config: the training.
+        corpus: a `txl_model.data.Corpus`; its "train" text is learned, its "valid" text evaluated.
+        out_dir: the run's folder: config.json, log.jsonl, checkpoints/, best/. Made if it is not
+            there. All processes must see the same folder.
+        resume: go on from the newest checkpoint in out_dir that is whole; begin if there is none.
+            The model and the configuration must fit it; lengths of the run, intervals, learning
+            rates and dropout may differ. With as many processes as before the run goes on as if it
+            had not been stopped; with another number, memory begins empty and dropout draws other
+            masks.
+        on_event: called in the first process with each line of the log ({"event": "train" or
+            "eval", "step": ...}), and with {"event": "resume" or "checkpoint", "step", "path"} and
+            {"event": "note", "step", "message"}.
+        progress: show a progress bar, where stderr is a terminal.
+        backend: the attention kernel, as in `TransformerXL`.
+        device: None: this process's GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: settings that fit neither one another nor the corpus; out_dir holds a run that
+            is not to be resumed, or cannot be; the loss is no longer a number. Checkpoints are as
+            they were.
+        OSError: out_dir cannot be written to, or the disk is full. Earlier checkpoints are as they
+            were.
+    """
+    if corpus.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f"{corpus.name} has {corpus.vocab_size} symbols, the model only vocab_size = "
+            f"{model_config.vocab_size}"
+        )
+    with Processes.joined(device) as processes:
+        tgt_len, ext_len = segment_lengths(model_config, train_config)
+        batches = corpus.batches(
+            "train",
+            train_config.batch_size,
+            tgt_len,
+            ext_len=ext_len,
+            varlen=train_config.varlen,
+            seed=train_config.seed,
+            rows=processes.rows(train_config.batch_size, train_config.batch_chunk),
+        )
+        trainer = Trainer(
+            new_model(model_config, train_config, processes, backend),
+            train_config,
+            batches,
+            out_dir,
+            processes=processes,
+            evaluator=corpus_evaluator(corpus, model_config, train_config),
+            corpus=corpus.identity,
+            on_event=on_event,
+            progress=progress,
+        )
+        return trainer.run(resume)
+
+
+def new_model(
+    model_config: TransformerXLConfig,
+    train_config: TrainConfig,
+    processes: Processes,
+    backend: str | None = None,
+) -> TransformerXL:
+    """The untrained model, the same in every process.
+
+    What is drawn from then on, the masks of dropout, differs between processes.
+    """
+    torch.manual_seed(train_config.seed)
+    model = TransformerXL(model_config, backend).to(processes.device)
+    torch.manual_seed(train_config.seed + 1 + processes.rank)
+    return model
+
+
+def segment_lengths(model_config: TransformerXLConfig, train_config: TrainConfig) -> tuple[int, int]:
+    """Tokens that a training segment scores, and tokens before them that it reads again."""
+    tgt_len = train_config.tgt_len or model_config.tgt_len
+    if train_config.half_loss:
+        return tgt_len - tgt_len // 2, tgt_len // 2
+    return tgt_len, train_config.ext_len
+
+
+class Trainer:
+    """The training loop, over any source of segments."""
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        config: TrainConfig,
+        batches: Batches,
+        out_dir: str | os.PathLike[str],
+        *,
+        processes: Processes,
+        evaluator: Evaluator | None = None,
+        corpus: dict[str, Any] | None = None,
+        on_event: Callable[[Event], object] = lambda event: None,
+        progress: bool = False,
+    ) -> None:
+        """`corpus`: what identifies the text, for JSON. The rest as in `train`."""
+        self.config, self.batches, self.processes, self.evaluator = config, batches, processes, evaluator
+        self.out_dir = Path(out_dir)
+        self.unit: str = (corpus or {}).get("unit", "word")
+        self.on_event, self.progress = on_event, progress
+        self.checkpoints = Checkpoints(self.out_dir / "checkpoints", config.keep)
+        self.ext_len = segment_lengths(model.config, config)[1]
+        model.train()
+        if config.compile:
+            for block in model.blocks:
+                block.compile()
+        self.scorer = parallelize(model, config.parallel, processes)
+        self.state = TrainState(model, config, batches, processes, {"corpus": corpus or {}})
+        # Loss (this process's part) and gradient norm of steps not looked at yet: to look is to
+        # wait for the device.
+        self._unseen: list[Tensor] = []
+        self._grad_norm = math.nan
+        self._saved: Path | None = None
+        self._watch = Stopwatch()
+
+    def run(self, resume: bool = False) -> TrainResult:
+        """Train until max_step or a signal. Arguments and errors as in `train`."""
+        config, processes = self.config, self.processes
+        self._prepare(resume)
+        progress = self.state.progress
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
+            self.log = stack.enter_context(
+                Log(self.out_dir / "log.jsonl" if processes.first else None, progress.log_bytes)
+            )
+            shown = self.progress and processes.first
+            self.bar = stack.enter_context(
+                tqdm(
+                    total=config.max_step,
+                    initial=progress.step,
+                    unit="step",
+                    disable=None if shown else True,  # None: unless stderr is a terminal
+                )
+            )
+            segments = iter(self.batches)
+            self._watch.restart()
+            while True:
+                if self.evaluator and self._due(config.eval_interval) and progress.evaluated < progress.step:
+                    with self._watch.paused():
+                        self._evaluate(self.evaluator, stop)
+                ended_by = processes.largest(stop.number or 0)
+                finished = progress.step >= config.max_step
+                if ended_by or finished or self._due(config.save_interval):
+                    with self._watch.paused():
+                        self._save()
+                if ended_by or finished:
+                    break
+                self._update(next(segments))
+                if processes.device.type == "cpu":
+                    self._look()  # nothing to wait for
+                if self._due(config.log_interval):
+                    self._log_line()
+        return TrainResult(
+            progress.step, progress.best_loss, self._saved, None if finished else ended_by or None
+        )
+
+    def _due(self, interval: int) -> bool:
+        step = self.state.progress.step
+        return bool(interval and step) and (step % interval == 0 or step == self.config.max_step)
+
+    def _update(self, segment: Any) -> None:
+        """One step: the segment's loss and gradients, chunk by chunk, then the weights."""
+        config, state, processes = self.config, self.state, self.processes
+        device = processes.device
+        if segment.new_text:
+            state.memories = [None] * config.batch_chunk
+        scored = int(processes.sum((segment.labels != -100).sum()))
+        # DDP and FSDP2 make the mean of the processes' gradients; wanted is that of the mean loss
+        # of all tokens.
+        scale = processes.count / max(scored, 1)
+        ext_len = min(self.ext_len, segment.input_ids.shape[1])
+        chunks = zip(*(x.chunk(config.batch_chunk) for x in (segment.input_ids, segment.labels)), strict=True)
+        loss = torch.zeros((), device=device)
+        state.optimizer.zero_grad()
+        for i, (input_ids, labels) in enumerate(chunks):
+            input_ids, labels = (x.to(device, non_blocking=True) for x in (input_ids, labels))
+            with accumulating(self.scorer, more=i + 1 < config.batch_chunk):
+                with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+                    nats, state.memories[i] = self.scorer(input_ids, state.memories[i], labels, ext_len)
+                (nats * scale).backward()
+            loss += nats.detach() / max(scored, 1)
+        norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip or math.inf)
+        state.schedule.before_update(state.progress.step)
+        state.optimizer.step()
+        state.progress.step += 1
+        if state.average is not None:
+            state.average.after_update(state.progress.step)
+        state.progress.tokens += scored
+        self._watch.count(scored)
+        self._unseen.append(torch.stack([loss, whole(norm)]))
+        self.bar.update()
+
+    def _look(self) -> None:
+        """Read the losses of the steps since the last look.
+
+        Raises ValueError where one of them is no number.
+        """
+        if not self._unseen:
+            return
+        seen, self._unseen = torch.stack(self._unseen).cpu(), []
+        losses = self.processes.sum(seen[:, 0].clone()).tolist()
+        norms = seen[:, 1].tolist()
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1 - len(losses)):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                kept = self.checkpoints.all()
+                raise ValueError(
+                    f"training has diverged: at step {self.state.progress.step + i} the loss is "
+                    f"{loss:.4g} and the gradient's norm {norm:.4g}. A lower lr, a longer warmup_step "
+                    "or a smaller clip may help. The last checkpoint, from before that, is "
+                    f"{kept[-1] if kept else 'none'}"
+                )
+        self.state.progress.losses += losses
+        self._grad_norm = norms[-1]
+        shown = figures(statistics.fmean(self.state.progress.losses), self.unit)
+        self.bar.set_postfix(shown | {"tokens/s": round(self._watch.rate())}, refresh=False)
+
+    def _log_line(self) -> None:
+        self._look()
+        progress, watch = self.state.progress, self._watch
+        self._emit(
+            {
+                "event": "train",
+                "step": progress.step,
+                **figures(statistics.fmean(progress.losses), self.unit),
+                "lr": self.state.schedule.lr,
+                "grad_norm": self._grad_norm,
+                "tokens": progress.tokens,
+                "tokens_per_second": watch.rate(),
+                "seconds_left": (self.config.max_step - progress.step) * watch.seconds_per_step(),
+            }
+        )
+        progress.losses = []
+        watch.restart()
+
+    def _evaluate(self, evaluator: Evaluator, stop: StopSignal) -> None:
+        """The loss of the validation text; the best model so far is kept in best/."""
+        self._look()
+        state, processes, began = self.state, self.processes, time.perf_counter()
+        weights = state.evaluated_weights()
+        # Neither sharded nor compiled, and with the averaged weights where there are any.
+        with torch.random.fork_rng(devices=[]):
+            model = TransformerXL(state.model.config, state.model.backend)
+        load_weights(model.to(processes.device), weights, "training")
+        del weights
+        try:
+            # One process may give up at once; several agree first, between steps.
+            loss = evaluator(model, stop.check if processes.count == 1 else lambda tokens: None)
+        except Stopped:
+            return  # evaluated once the run goes on
+        # The first one's: another rounding must not lead the processes apart.
+        loss = float(processes.sum(torch.tensor(loss if processes.first else 0.0, dtype=torch.float64)))
+        step, best_loss = state.progress.step, state.progress.best_loss
+        state.schedule.after_evaluation(loss)
+        best = math.isfinite(loss) and (best_loss is None or loss < best_loss)
+        if best:
+            with processes.together("saving the best model"):
+                if processes.first:
+                    metadata = {"step": str(step), "valid_loss": str(loss)}
+                    save_model(model, self.out_dir / "best", state.about, metadata)
+            state.progress.best_loss = loss
+        state.progress.evaluated = step
+        seconds = time.perf_counter() - began
+        self._emit(
+            {"event": "eval", "step": step, **figures(loss, self.unit), "best": best, "seconds": seconds}
+        )
+
+    def _prepare(self, resume: bool) -> None:
+        """Go on from a checkpoint if there is one; make the run's folder."""
+        processes, checkpoint = self.processes, None
+        with processes.together("looking for a checkpoint"):
+            if processes.first and resume:
+                checkpoint = self.checkpoints.newest(self._note)
+            elif processes.first and self.checkpoints.all():
+                raise ValueError(
+                    f"{self.out_dir} holds a training run already: resume it, or name another folder"
+                )
+        # The first process decides: it alone has read all the files to see that they are whole.
+        step = processes.largest(self.checkpoints.step(checkpoint) if checkpoint else 0)
+        with processes.together("resuming the run"):
+            if step:
+                self._saved = self.checkpoints.path(step)
+                missing = self.state.restore(self._saved)
+                self._emit({"event": "resume", "step": step, "path": str(self._saved)})
+                if missing:
+                    self._note(missing)
+            if processes.first:
+                try:
+                    with replacing(self.out_dir) as scratch:
+                        write(scratch / CONFIG, self.state.about)
+                except OSError as error:
+                    raise OSError(f"cannot write to {self.out_dir}: {reason(error)}") from error
+                self.checkpoints.set_aside_after(step)
+
+    def _save(self) -> None:
+        """A checkpoint of this step, unless there is one, or nothing to save yet."""
+        self._look()
+        progress, processes, began = self.state.progress, self.processes, time.perf_counter()
+        step = progress.step
+        if step == 0 or self._saved == self.checkpoints.path(step):
+            return
+        progress.log_bytes = self.log.sync()
+        self._saved = self.checkpoints.save(
+            step, self.state.shared_files(), self.state.own_files(), processes
+        )
+        seconds = time.perf_counter() - began
+        self._emit({"event": "checkpoint", "step": step, "path": str(self._saved), "seconds": seconds})
+
+    def _emit(self, event: Event) -> None:
+        if self.processes.first:
+            if event["event"] in ("train", "eval"):
+                self.log.append(event)
+            self.on_event(event)
+
+    def _note(self, message: str) -> None:
+        self._emit({"event": "note", "step": self.state.progress.step, "message": message})
+
+
+# ---------------------------------------------------------------------------------------- the corpus
+
+
+def corpus_evaluator(
+    corpus: Corpus, model_config: TransformerXLConfig, config: TrainConfig
+) -> Evaluator | None:
+    """Reads the validation text, if there is one, with as many keys as in training at most.
+
+    Without memory it reads in windows, which score as many tokens as a training segment does.
+    """
+    if "valid" not in corpus.splits:
+        if config.scheduler == "dev_perf":
+            raise ValueError(
+                f"scheduler dev_perf follows the validation loss, and {corpus.name} has no split valid"
+            )
+        return None
+    scored, ext_len = segment_lengths(model_config, config)
+    tgt_len, stride = config.eval_tgt_len or scored, None
+    if model_config.mem_len == 0:
+        tgt_len, stride = max(scored + ext_len, tgt_len), tgt_len
+
+    def loss(model: TransformerXL, progress: Callable[[int], object]) -> float:
+        from txl_model.evaluate import evaluate
+
+        return evaluate(
+            model,
+            corpus.tokens("valid"),
+            tgt_len=tgt_len,
+            stride=stride,
+            batch_size=config.eval_batch_size,
+            max_tokens=config.eval_max_tokens,
+            dtype=torch.bfloat16 if config.bf16 else None,
+            progress=progress,
+        ).loss
+
+    return loss
+
+
+# ---------------------------------------------------------------------------------- time and signals
+
+
+class Stopwatch:
+    """Steps, tokens and seconds since a line of the log; evaluation and saving do not count."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps = self.tokens = 0
+        self._began = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """One more step."""
+        self.steps += 1
+        self.tokens += tokens
+
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(time.perf_counter() - self._began, 1e-9)
+
+    def seconds_per_step(self) -> float:
+        return (time.perf_counter() - self._began) / max(self.steps, 1)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
+
+class Stopped(Exception):
+    """A signal has asked for an end."""
+
+
+class StopSignal:
+    """Notes SIGINT and SIGTERM instead of dying of them; the second one is not held back.
+
+    Only the main thread gets signals: in others this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self, tokens: int) -> None:
+        """Raise `Stopped` if there was a signal. A progress callback: the tokens do not matter."""
+        if self.number is not None:
+            raise Stopped
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            self.__exit__()
+            signal.raise_signal(number)
+        self.number = number
