@@ -1,4 +1,5 @@
-"""The Transformer-XL model: against the published computation written out, and what its memory promises."""
+"""The Transformer-XL model: against the published computation written out, and what it promises of loss,
+dropout and precision. Its memory: test_model_memory.py."""
 
 from __future__ import annotations
 
@@ -8,17 +9,20 @@ import json
 import math
 
 import helpers
+import model_helpers
 import pytest
 import torch
 import torch.nn.functional as F
+from model_helpers import ADAPTIVE, VOCAB, B, in_segments, small_model, tokens
 
 from txl_model import TransformerXL, TransformerXLConfig
-from txl_model.model import position_embedding
+from txl_model.attention import Dropout
+from txl_model.positions import last_rows, position_embedding
 
-B, VOCAB = 2, 11
 LIMITED = [
     pytest.param({"same_length": True}, id="same-length"),
     pytest.param({"same_length": True, "clamp_len": 3, "pre_lnorm": True}, id="same-length-clamp"),
+    pytest.param({"same_length": True, "same_length_extra": 1, "attn_type": 1}, id="same-length-more"),
 ]
 UNLIMITED = [
     pytest.param({}, id="post-LN"),
@@ -26,37 +30,35 @@ UNLIMITED = [
     pytest.param({"untie_r": True, "tie_weight": False}, id="untied"),
     pytest.param({"clamp_len": 5}, id="clamp"),
     pytest.param({"clamp_len": 0}, id="clamp-0"),
+    pytest.param({"attn_type": 1}, id="learned"),
+    pytest.param({"attn_type": 1, "clamp_len": 3, "pre_lnorm": True, "d_head": 5}, id="learned-clamp"),
 ]
-VARIANTS = UNLIMITED + LIMITED
+ABSOLUTE = [
+    pytest.param({"attn_type": 2}, id="absolute"),
+    pytest.param({"attn_type": 2, "clamp_len": 4, "pre_lnorm": True, "d_head": 5}, id="absolute-clamp"),
+    pytest.param({"attn_type": 3}, id="absolute-learned"),
+    pytest.param(
+        {"attn_type": 3, "clamp_len": 3, "pre_lnorm": True, "same_length": True}, id="learned-limited"
+    ),
+]
+NO_RECURRENCE = [pytest.param({"attn_type": n, "mem_len": 0}, id=f"no-memory-{n}") for n in range(4)]
+EMBEDDINGS = [
+    pytest.param({"d_embed": 8, "tie_projs": (True,)}, id="narrow-embedding"),
+    pytest.param(ADAPTIVE, id="adaptive"),
+    pytest.param({**ADAPTIVE, "d_embed": 8, "tie_projs": (False, True, True, False)}, id="adaptive-narrow"),
+    pytest.param({**ADAPTIVE, "div_val": 2, "tie_projs": (False, True, True, True)}, id="adaptive-div"),
+    pytest.param({**ADAPTIVE, "div_val": 2, "d_embed": 9, "tie_weight": False}, id="adaptive-div-untied"),
+]
+VARIANTS = UNLIMITED + LIMITED + ABSOLUTE + NO_RECURRENCE
 
 
-def small_model(backend="reference", dtype=torch.float64, **fields) -> TransformerXL:
-    sizes = dict(n_layer=3, n_head=2, d_model=12, d_head=5, d_inner=16, mem_len=6)
-    torch.manual_seed(1)
-    config = TransformerXLConfig(**{"vocab_size": VOCAB, "dropout": 0.0, **sizes, **fields})
-    model = TransformerXL(config, backend)
-    for parameter in model.parameters():  # the published initial values are too small for a mistake to show
-        torch.nn.init.normal_(parameter, std=0.4)
-    return model.to(dtype)
-
-
-def tokens(length: int, batch: int = B) -> torch.Tensor:
-    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(2))
-
-
-def in_segments(model, input_ids, lengths, mem_len=None) -> torch.Tensor:
-    """Logits [B, T, VOCAB] of input_ids read in segments of these lengths."""
-    memory, logits = model.new_memory(len(input_ids), mem_len), []
-    for segment in input_ids.split(lengths, dim=1):
-        out = model(segment, memory)
-        memory = out.memory
-        logits.append(out.logits)
-    return torch.cat(logits, dim=1)
-
-
-def as_published(model, input_ids, memory, mem_len) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def as_published(model, input_ids, memory) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits and new memory by the authors' steps: one qkv product over memory and segment, K position
-    embeddings from clamped descending distances, pad-and-view shift, mask of what may not be seen."""
+    embeddings from clamped descending distances, pad-and-view shift, mask of what may not be seen.
+
+    Two of their mistakes are left out: absolute positions stay in memory, to which the next ones are added,
+    and absolute attention takes its queries from before the LayerNorm of pre-LN.
+    """
     c, p = model.config, dict(model.named_parameters())
     T, K = input_ids.shape[1], memory[0].shape[1] + input_ids.shape[1]
 
@@ -66,30 +68,44 @@ def as_published(model, input_ids, memory, mem_len) -> tuple[torch.Tensor, list[
     def heads(x):
         return x.view(x.shape[0], x.shape[1], c.n_head, c.d_head).transpose(1, 2)
 
+    def shifted(x):  # [B, H, T, K]: column j, of distance K - 1 - j, to where the query has that distance
+        return F.pad(x, (1, 0)).view(*x.shape[:2], K + 1, T)[:, :, 1:].reshape(x.shape)
+
     distance = torch.arange(K - 1, -1, -1.0)
     if c.clamp_len >= 0:
         distance = distance.clamp(max=c.clamp_len)
     angle = torch.outer(distance, 1 / 10000 ** (torch.arange(0, c.d_model, 2.0) / c.d_model))
-    pos_emb = torch.cat([angle.sin(), angle.cos()], dim=-1).to(memory[0].dtype)[None]  # [1, K, d_model]
+    pos_emb = torch.cat([angle.sin(), angle.cos()], dim=-1).to(memory[0].dtype)  # [K, d_model]
+    row = (c.tgt_len + c.mem_len - 1 - distance.long()).clamp(min=0)  # of the learned tables
     i, j = torch.arange(T)[:, None], torch.arange(K)[None, :]
     hidden_from = j > i + K - T
     if c.same_length:
-        hidden_from |= j <= i + K - T - mem_len
+        hidden_from |= j <= i + K - T - c.mem_len - c.same_length_extra
 
-    h, inputs = p["word_emb.tables.0"][input_ids] * c.d_model**0.5, []
+    h = torch.stack([model_helpers.embedding(model, token) for token in input_ids.flatten().tolist()])
+    h, inputs = h.view(B, T, c.d_model) * c.d_model**0.5, []
     for n in range(c.n_layer):
         inputs.append(h)
         attn, ff = f"blocks.{n}.attn", f"blocks.{n}.ff"
         both = torch.cat([memory[n], h], dim=1)
+        if c.attn_type == 2 and n == 0:
+            both = both + pos_emb
+        if c.attn_type == 3:
+            both = both + p["r_emb"][n][row].flatten(1)
+        h = both[:, -T:]
         if c.pre_lnorm:
             both = layer_norm(both, attn)
         q, k, v = (heads(x) for x in (both @ p[f"{attn}.qkv_net.weight"].T).chunk(3, dim=-1))
-        q, r = q[:, :, -T:], heads(pos_emb @ p[f"{attn}.r_net.weight"].T)
-        u, v_bias = (p[name][n if c.untie_r else 0][:, None] for name in ("bias_u", "bias_v"))
-        position = F.pad((q + v_bias) @ r.mT, (1, 0))
-        position = position.view(B, c.n_head, K + 1, T)[:, :, 1:].reshape(B, c.n_head, T, K)
-        score = ((q + u) @ k.mT + position) * c.d_head**-0.5
-        probability = score.masked_fill(hidden_from, -math.inf).softmax(-1)
+        q = q[:, :, -T:]
+        score = q @ k.mT
+        if c.attn_type == 0:
+            r = heads(pos_emb[None] @ p[f"{attn}.r_net.weight"].T)
+            u, v_bias = (p[name][n if c.untie_r else 0][:, None] for name in ("bias_u", "bias_v"))
+            score = (q + u) @ k.mT + shifted((q + v_bias) @ r.mT)
+        if c.attn_type == 1:
+            r_emb, r_bias = p["r_emb"][n][row].permute(1, 2, 0), p["r_bias"][n][row].T  # [H, D, K], [H, K]
+            score = (q + p["bias_u"][n][:, None]) @ k.mT + shifted(q @ r_emb + r_bias[:, None])
+        probability = (score * c.d_head**-0.5).masked_fill(hidden_from, -math.inf).softmax(-1)
         attended = (probability @ v).transpose(1, 2).flatten(2)
         h = h + attended @ p[f"{attn}.o_net.weight"].T
         h = h if c.pre_lnorm else layer_norm(h, attn)
@@ -97,35 +113,53 @@ def as_published(model, input_ids, memory, mem_len) -> tuple[torch.Tensor, list[
         x = (x @ p[f"{ff}.net.0.weight"].T + p[f"{ff}.net.0.bias"]).relu()
         h = h + x @ p[f"{ff}.net.3.weight"].T + p[f"{ff}.net.3.bias"]
         h = h if c.pre_lnorm else layer_norm(h, ff)
-    head = p["word_emb.tables.0"] if c.tie_weight else p["softmax.tables.0"]
-    seen = [torch.cat(pair, dim=1) for pair in zip(memory, inputs, strict=True)]
-    new_memory = [x[:, max(0, K - mem_len) :] for x in seen]
-    return h @ head.T + p["softmax.biases.0"], new_memory
+    seen = [torch.cat(pair, dim=1).detach() for pair in zip(memory, inputs, strict=True)]
+    return model_helpers.logits(model, h), [x[:, max(0, K - c.mem_len) :] for x in seen]
 
 
 @pytest.mark.parametrize("backend", helpers.each_backend(torch.float32))
 @pytest.mark.parametrize("fields", VARIANTS)
 def test_equals_the_published_computation(fields, backend):
-    model = small_model(backend.name, torch.float32, **fields).to(backend.device)
-    exact = small_model(**fields)
-    memory, published = None, [torch.zeros(B, 0, 12, dtype=torch.float64)] * 3
-    for input_ids in tokens(17).split([4, 1, 9, 3], dim=1):
-        out = model(input_ids.to(backend.device), memory)
+    check_published(small_model(backend.name, torch.float32, **fields).to(backend.device), fields)
+
+
+@pytest.mark.parametrize("fields", EMBEDDINGS)
+def test_embeddings_equal_the_published_ones(fields):
+    check_published(small_model(None, torch.float32, **fields), fields)
+
+
+def check_published(model, fields):
+    """Logits and memory over several segments, and the gradient of every parameter."""
+    exact, device = small_model(**fields), model.softmax.biases[0].device
+    config, memory = exact.config, None
+    published = [torch.zeros(B, 0, 12, dtype=torch.float64)] * config.n_layer
+    text = tokens(18)
+    # The longer ones see further back than the learned tables reach.
+    for segment in torch.stack([text[:, :-1], text[:, 1:]]).split([4, 1, 9, 3], dim=2):
+        input_ids, labels = segment
+        out = model(input_ids.to(device), memory, labels.to(device))
         memory = out.memory
-        logits, published = as_published(exact, input_ids, published, mem_len=6)
+        logits, published = as_published(exact, input_ids, published)
         torch.testing.assert_close(out.logits.cpu().double(), logits, rtol=1e-4, atol=1e-4)
         for got, want in zip(memory.hidden, published, strict=True):
             torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
-
-
-# ----------------------------------------------------------------------------------------------------- memory
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(out.loss.item(), loss.item(), rtol=1e-4, atol=1e-5)
+        out.loss.backward()
+        loss.backward()
+    for (name, got), want in zip(model.named_parameters(), exact.parameters(), strict=True):
+        # With one row of r for all distances, the position term shifts all scores alike: softmax ignores it.
+        if config.clamp_len != 0 or not name.endswith(("bias_v", "r_net.weight")):
+            assert want.grad.abs().max() > 1e-5, f"{name} gets no gradient"
+        torch.testing.assert_close(got.grad.cpu().double(), want.grad, rtol=1e-3, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("fields", UNLIMITED)
 def test_memory_of_everything_is_one_long_segment(fields):
     model, input_ids = small_model(**fields), tokens(20)
     whole = model(input_ids).logits
-    torch.testing.assert_close(in_segments(model, input_ids, [7, 1, 4, 8], mem_len=20), whole)
+    memory = model.new_memory(B, mem_len=20)
+    torch.testing.assert_close(in_segments(model, input_ids, [7, 1, 4, 8], memory), whole)
 
 
 @pytest.mark.parametrize("lengths", [[20], [1] * 20, [7, 1, 4, 8], [5, 15]])
@@ -135,12 +169,14 @@ def test_same_length_does_not_depend_on_the_segments(lengths):
     torch.testing.assert_close(in_segments(model, input_ids, lengths), whole)
 
 
-def test_same_length_sees_mem_len_keys():
-    model, input_ids = small_model(same_length=True, n_layer=1), tokens(20)
+@pytest.mark.parametrize("extra", [0, 1])
+def test_same_length_sees_mem_len_keys(extra):
+    """And NVIDIA's one more."""
+    model, input_ids = small_model(same_length=True, same_length_extra=extra, n_layer=1), tokens(20)
     changed = input_ids.clone()
     changed[:, 8] = (changed[:, 8] + 1) % VOCAB
     differs = (model(input_ids).logits != model(changed).logits).any(-1).any(0)
-    assert differs.nonzero().flatten().tolist() == list(range(8, 8 + 6))
+    assert differs.nonzero().flatten().tolist() == list(range(8, 8 + 6 + extra))
 
 
 def test_one_layer_sees_memory_and_segment():
@@ -153,39 +189,12 @@ def test_one_layer_sees_memory_and_segment():
 
 def test_memory_reaches_further_with_every_layer():
     """Three layers, memory 6, segments of 2: a segment's first token is reached by 3 * 6 further tokens."""
-    model, input_ids = small_model(), tokens(40)
+    model, input_ids = small_model(n_layer=3), tokens(40)
     changed = input_ids.clone()
     changed[:, 0] = (changed[:, 0] + 1) % VOCAB
     before, after = (in_segments(model, x, [2] * 20) for x in (input_ids, changed))
     differs = (before != after).any(-1).any(0)
     assert differs.nonzero().flatten().tolist() == list(range(0, 2 + 3 * 6))
-
-
-def test_memory_keeps_the_newest_and_is_not_changed():
-    model, input_ids = small_model(), tokens(15)
-    first = model(input_ids[:, :4])
-    assert first.memory.length == 4
-    before = [h.clone() for h in first.memory.hidden]
-    second = model(input_ids[:, 4:7], first.memory)
-    assert second.memory.length == 6
-    assert torch.equal(second.memory.hidden[0][:, :3], before[0][:, 1:])
-    for now, then in zip(first.memory.hidden, before, strict=True):
-        assert torch.equal(now, then)
-    long = model(input_ids[:, 4:], first.memory)
-    assert [tuple(h.shape) for h in long.memory.hidden] == [(B, 6, 12)] * 3
-    assert model(input_ids, model.new_memory(B, mem_len=0)).memory.length == 0
-
-
-def test_memory_is_detached():
-    model = small_model(tie_weight=False)
-    first = model(torch.full((B, 4), 3))
-    assert not any(h.requires_grad for h in first.memory.hidden)
-    model(torch.full((B, 4), 5), first.memory, torch.full((B, 4), 7)).loss.backward()
-    touched = model.word_emb.tables[0].grad.abs().sum(-1).nonzero().flatten().tolist()
-    assert touched == [5], "only this segment's tokens get a gradient"
-
-
-# ---------------------------------------------------------------------------------- causality, gradient, loss
 
 
 @pytest.mark.parametrize("fields", VARIANTS)
@@ -199,25 +208,12 @@ def test_causal(fields):
     assert not torch.equal(before[:, 4], after[:, 4])
 
 
-@pytest.mark.parametrize("backend", helpers.each_backend(torch.float32))
-@pytest.mark.parametrize("fields", VARIANTS)
-def test_gradient_reaches_every_parameter(fields, backend):
-    model = small_model(backend.name, torch.float32, **fields).to(backend.device)
-    input_ids = tokens(25).to(backend.device)
-    memory = model(input_ids[:, :8]).memory
-    model(input_ids[:, 8:-1], memory, input_ids[:, 9:]).loss.backward()
-    exact = small_model(**fields)
-    memory = exact(tokens(25)[:, :8]).memory
-    exact(tokens(25)[:, 8:-1], memory, tokens(25)[:, 9:]).loss.backward()
-    for (name, got), want in zip(model.named_parameters(), exact.parameters(), strict=True):
-        # With one row of r for all distances, the position term shifts all scores alike: softmax ignores it.
-        if model.config.clamp_len != 0 or not name.endswith(("bias_v", "r_net.weight")):
-            assert want.grad.abs().max() > 1e-6, f"{name} gets no gradient"
-        torch.testing.assert_close(got.grad.cpu().double(), want.grad, rtol=1e-3, atol=1e-5, msg=name)
+# ------------------------------------------------------------------------------------------------------- loss
 
 
-def test_loss():
-    model, input_ids = small_model(), tokens(9)
+@pytest.mark.parametrize("fields", [{}, {**ADAPTIVE, "div_val": 2}], ids=["plain", "adaptive"])
+def test_loss_is_the_mean_over_labelled_tokens(fields):
+    model, input_ids = small_model(**fields), tokens(9)
     labels = input_ids[:, 1:].clone()
     labels[0, :3] = -100
     out = model(input_ids[:, :-1], labels=labels)
@@ -225,41 +221,244 @@ def test_loss():
     want = -torch.gather(log_p, 2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
     torch.testing.assert_close(out.token_losses, want)
     torch.testing.assert_close(out.loss, want.sum() / 13)
+    torch.testing.assert_close(out.last_logits(), out.logits[:, -1])
     assert model(input_ids).loss is None
 
 
-def test_tied_weights_and_initial_values():
-    model = TransformerXL(TransformerXLConfig(n_layer=2, d_model=64, d_inner=64, n_head=2, d_head=32))
-    assert not len(model.softmax.tables)
-    for name, parameter in model.named_parameters():
-        if name.endswith("layer_norm.weight"):
-            assert abs(parameter.mean() - 1) < 0.01 and 0.01 < parameter.std() < 0.03, name
-        elif "bias" in name and not name.startswith("bias_"):
-            assert not parameter.any(), name
-        else:
-            assert abs(parameter.mean()) < 0.01 and 0.01 < parameter.std() < 0.03, name
+@pytest.mark.parametrize("fields", [{}, {**ADAPTIVE, "div_val": 2}], ids=["plain", "adaptive"])
+def test_half_loss(fields):
+    """The paper's: the second half of a segment is scored, with the first as its context."""
+    model, text = small_model(**fields), tokens(13)
+    input_ids, labels = text[:, :-1], text[:, 1:].clone()
+    full = model(input_ids, labels=text[:, 1:]).token_losses[:, 6:].mean()
+    labels[:, :6] = -100
+    half = model(input_ids, labels=labels).loss
+    torch.testing.assert_close(half, full)
+    for parameter in model.parameters():
+        pair = [torch.autograd.grad(x, parameter, retain_graph=True)[0] for x in (half, full)]
+        torch.testing.assert_close(*pair)
 
 
-# -------------------------------------------------------------------------------------------------- positions
+@pytest.mark.parametrize("fields", [{}, {**ADAPTIVE, "div_val": 2}], ids=["plain", "adaptive"])
+def test_nothing_to_score(fields):
+    model, input_ids = small_model(**fields), tokens(5)
+    out = model(input_ids, labels=torch.full_like(input_ids, -100))
+    assert out.loss == 0 and not out.token_losses.any()
+    out.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------- dropout
+
+
+def test_dropout_keeps_the_mean_and_the_seed_decides():
+    drop, x = Dropout(0.3), torch.ones(50, 40, 30)
+    torch.manual_seed(3)
+    first = drop(x)
+    assert abs((first == 0).float().mean() - 0.3) < 0.01
+    torch.testing.assert_close(first[first != 0], torch.full_like(first[first != 0], 1 / 0.7))
+    torch.manual_seed(3)
+    assert torch.equal(drop(x), first)
+    assert not torch.equal(drop(x), first)
+    assert torch.equal(drop.eval()(x), x)
+
+
+def test_variational_dropout_drops_the_same_units_at_every_step():
+    drop, x = Dropout(0.3, variational=True), torch.randn(50, 7, 200)
+    dropped = drop(x) / x
+    assert torch.allclose(dropped, dropped[:, :1].expand_as(x)), "one mask for all time steps"
+    assert not torch.equal(dropped[0], dropped[1]), "and for each text its own"
+    assert abs((dropped == 0).float().mean() - 0.3) < 0.02 and abs(dropped.mean() - 1) < 0.03
+    assert torch.equal(drop.eval()(x), x)
+
+
+@pytest.mark.parametrize(
+    "dropped, without",
+    [
+        ("attn.drop", ["attn.o_net.weight"]),
+        ("ff.net.2", ["ff.net.3.weight"]),
+        ("ff.net.4", ["ff.net.3.weight", "ff.net.3.bias"]),
+    ],
+)
+def test_what_is_dropped_in_the_layers(dropped, without):
+    """To drop everything there is to have no such weights."""
+    all_dropped, zeros = small_model(), small_model()
+    all_dropped.get_submodule(f"blocks.1.{dropped}").p = 1.0
+    for name in without:
+        torch.nn.init.zeros_(zeros.get_parameter(f"blocks.1.{name}"))
+    torch.testing.assert_close(all_dropped(tokens(9)).hidden, zeros(tokens(9)).hidden)
+    assert not torch.equal(zeros(tokens(9)).hidden, small_model()(tokens(9)).hidden)
+
+
+@pytest.mark.parametrize("attn_type", range(4))
+def test_what_is_dropped_outside_the_layers(attn_type):
+    """Embeddings, with absolute positions if they have them, and the last layer's output."""
+    model, seen = small_model(dropout=0.5, attn_type=attn_type), []
+    model.drop.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    out = model(tokens(9))
+    want = model.word_emb(tokens(9)) * 12**0.5
+    if attn_type == 2:
+        want = want + position_embedding(9, 12)
+    dropped = [pair for pair in seen if pair[0].shape[1]]  # nothing is remembered yet
+    assert len(dropped) == 2 and dropped[1][1] is out.hidden
+    torch.testing.assert_close(dropped[0][0], want)
+    if attn_type == 2:  # what is remembered gets its positions, and its dropout, now
+        seen.clear()
+        model(tokens(3), out.memory)
+        remembered = model.word_emb(tokens(9)[:, 3:]) * 12**0.5
+        torch.testing.assert_close(seen[0][0], remembered + position_embedding(9, 12)[:6])
+
+
+@pytest.mark.parametrize("variational", [False, True])
+def test_every_dropout_of_the_model_is_of_that_kind(variational):
+    """Two time steps of one text with the same token and no attention see the same units, or do not."""
+    model = small_model(dropout=0.5, variational=variational, d_model=64, n_layer=1)
+    torch.nn.init.zeros_(model.blocks[0].attn.o_net.weight)
+    hidden = model(torch.full((B, 2), 3)).hidden
+    assert torch.equal(hidden[:, 0], hidden[:, 1]) == variational
+    assert not torch.equal(hidden[0], hidden[1])
+
+
+def test_layers_share_the_dropout_of_positions():
+    model, seen = small_model(dropout=0.5, n_layer=3, d_model=64, mem_len=40), []
+    for block in model.blocks:
+        block.attn.r_net.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    model(tokens(30))
+    assert len(seen) == 3 and all(torch.equal(x, seen[0]) for x in seen)
+    zero, want = seen[0] == 0, 2 * position_embedding(30, 64).double()
+    assert 0.4 < zero[:, 32:].double().mean() < 0.6  # cosines are hardly ever 0 themselves
+    torch.testing.assert_close(seen[0], want.masked_fill(zero, 0.0))
+    model.eval()(tokens(30))
+    torch.testing.assert_close(seen[-1], want / 2)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dropout": 0.2}, {"dropatt": 0.2}, {"dropout": 0.2, "variational": True}]
+)
+@pytest.mark.parametrize("attn_type", range(4))
+def test_dropout_depends_on_the_seed_alone_and_only_in_training(attn_type, fields):
+    model, input_ids = small_model(None, torch.float32, attn_type=attn_type, **fields), tokens(8)
+
+    def losses(seed):
+        torch.manual_seed(seed)
+        first = model(input_ids, labels=input_ids)
+        return torch.cat([first.token_losses, model(input_ids, first.memory, input_ids).token_losses])
+
+    assert torch.equal(losses(5), losses(5))
+    assert not torch.equal(losses(5), losses(6))
+    model.eval()
+    assert torch.equal(losses(5), losses(6))
+    without = small_model(None, torch.float32, attn_type=attn_type)
+    assert torch.equal(model(input_ids).logits, without(input_ids).logits)
+
+
+# -------------------------------------------------------------------------------------- positions, precision
 
 
 def test_position_embedding():
-    """Furthest distance first; sines in the first half, cosines in the second."""
-    E = position_embedding(7, 6)
-    assert E.dtype == torch.float32 and E.shape == (7, 6)
-    for row in range(7):
+    """Furthest distance first; sines in the first half, cosines in the second; as exact as float32 can be."""
+    E = position_embedding(4001, 6)
+    assert E.dtype == torch.float32 and E.shape == (4001, 6)
+    for distance in (0, 1, 2, 5, 257, 1023, 4000):
         for t in range(3):
-            angle = (6 - row) * 10000 ** (-2 * t / 6)
-            assert math.isclose(E[row, t], math.sin(angle), abs_tol=1e-6)
-            assert math.isclose(E[row, 3 + t], math.cos(angle), abs_tol=1e-6)
+            angle = distance * 10000 ** (-2 * t / 6)
+            assert math.isclose(E[4000 - distance, t], math.sin(angle), abs_tol=1e-6 + 1e-7 * angle)
+            assert math.isclose(E[4000 - distance, 3 + t], math.cos(angle), abs_tol=1e-6 + 1e-7 * angle)
+
+
+def test_last_rows():
+    table = torch.arange(8.0).view(4, 2)
+    assert last_rows(table, 0).shape == (0, 2)
+    assert last_rows(table, 3)[:, 0].tolist() == [2, 4, 6]
+    assert last_rows(table, 6)[:, 0].tolist() == [0, 0, 0, 2, 4, 6]
 
 
 def test_far_distances_stay_apart_in_bfloat16():
     """The positions are rounded after the sines are taken: distances 257 and 256 differ."""
     rows = position_embedding(400, 8).bfloat16()
     assert not torch.equal(rows[399 - 257], rows[399 - 256])
-    model = small_model(dtype=torch.bfloat16, mem_len=400)
+    model, seen = small_model(dtype=torch.bfloat16, mem_len=400), []
+    model.blocks[0].attn.r_net.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     assert torch.isfinite(in_segments(model, tokens(300), [150, 150])).all()
+    assert torch.equal(seen[1], position_embedding(300, 12).bfloat16())
+
+
+@pytest.mark.parametrize("fields", UNLIMITED + ABSOLUTE + EMBEDDINGS)
+def test_autocast(fields):
+    """bfloat16 products; the states that layers add to, the losses and the gradients stay in float32."""
+    model, text = small_model(None, torch.float32, **fields), tokens(17)
+    input_ids, labels = text[:, :-1].split(8, dim=1), text[:, 1:].split(8, dim=1)
+
+    def read():
+        memory, outs = None, []
+        for segment, targets in zip(input_ids, labels, strict=True):
+            outs.append(model(segment, memory, targets))
+            memory = outs[-1].memory
+        return outs
+
+    for grad in (True, False):
+        model.train(grad)
+        with torch.set_grad_enabled(grad):
+            want = read()
+            with torch.autocast("cpu", torch.bfloat16):
+                got = read()
+                if grad:
+                    got[1].loss.backward()
+        for a, b in zip(got, want, strict=True):
+            assert a.hidden.dtype == a.token_losses.dtype == torch.float32
+            assert not torch.equal(a.hidden, b.hidden), "nothing was computed in bfloat16"
+            torch.testing.assert_close(a.loss, b.loss, rtol=0.1, atol=0.1)
+            assert a.logits.isfinite().all(), "asked for when autocast is over"
+    assert all(
+        p.grad is None or (p.grad.isfinite().all() and p.grad.dtype == torch.float32)
+        for p in model.parameters()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- compile
+
+
+LEARNED = {"attn_type": 1, "pre_lnorm": True}
+
+
+@pytest.mark.parametrize(
+    "fields, compiler",
+    [
+        pytest.param({}, "eager", id="sinusoid-eager"),
+        pytest.param({}, "inductor", marks=pytest.mark.slow, id="sinusoid-inductor"),
+        pytest.param(LEARNED, "inductor", marks=pytest.mark.slow, id="learned-inductor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks(fields, compiler, monkeypatch):
+    """Training, and reading with keys and values, give the same numbers; layers and steps share the code."""
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    plain, compiled = (small_model(None, torch.float32, n_layer=5, **fields) for _ in range(2))
+    for block in compiled.blocks:
+        block.compile(backend=compiler)
+    torch.compiler.reset()
+    text, results = tokens(40), []
+    for model in (plain, compiled):
+        memory, losses = None, []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for start in range(0, 30, 6):
+            with torch.compiler.set_stance("fail_on_recompile" if start >= 18 else "default"):
+                out = model(text[:, start : start + 6], memory, text[:, start + 1 : start + 7])
+            memory = out.memory
+            optimizer.zero_grad()
+            out.loss.backward()
+            optimizer.step()
+            losses.append(out.loss.detach())
+        model.eval()
+        with torch.no_grad():
+            memory = model.new_memory(B, mem_len=9)
+            for n, segment in enumerate(text.split(4, dim=1)):
+                with torch.compiler.set_stance("fail_on_recompile" if n >= 4 else "default"):
+                    out = model(segment, memory)
+                memory = out.memory
+        results.append((torch.stack(losses), out.logits))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ convergence
@@ -306,22 +505,23 @@ def test_converges_as_with_the_reference(backend, dtype):
 
 
 def test_bad_input():
-    model, input_ids = small_model(), tokens(4)
-    no_memory = model.new_memory(B, mem_len=0)
-    other_batch, other_model = small_model().new_memory(B + 1), small_model(n_layer=2).new_memory(B)
+    """That of memory and of the configuration: test_model_memory.py, test_model_config.py."""
+    model, x = small_model(), tokens(4)
+    labels = x.clone()
+    labels[0, 1] = VOCAB
     for call, message in [
-        (lambda: model(input_ids[0]), r"input_ids must be \[B, T\]"),
-        (lambda: model(input_ids[:, :0]), r"input_ids must be \[B, T\] with T >= 1, got shape \[2, 0\]"),
-        (lambda: model(input_ids, labels=input_ids[:, 1:]), r"labels must be \[2, 4\]"),
-        (lambda: model(input_ids, other_batch), r"and batch 3; .* and batch 2"),
-        (lambda: model(input_ids, other_model), r"= \(2, 12, 2, 5\) .* need \(3, 12, 2, 5\)"),
-        (lambda: small_model(same_length=True)(input_ids, no_memory), "same_length needs mem_len"),
-        (lambda: model.new_memory(B, -1), "mem_len must not be negative, got -1"),
-        (lambda: TransformerXLConfig(n_layer=0), "n_layer must be at least 1, got 0"),
-        (lambda: TransformerXLConfig(dropatt=1.0), r"dropatt must be in \[0, 1\), got 1.0"),
-        (lambda: TransformerXLConfig(d_model=7), "d_model must be even"),
-        (lambda: TransformerXLConfig(mem_len=-1), "mem_len must not be negative"),
-        (lambda: TransformerXLConfig(clamp_len=-2), "clamp_len must be -1"),
+        (lambda: model(x[0]), r"input_ids must be \[B, T\]"),
+        (lambda: model(x[:, :0]), r"input_ids must be \[B, T\] with T >= 1, got shape \[2, 0\]"),
+        (lambda: model(x.int()), "input_ids must be int64, got torch.int32"),
+        (lambda: model(x.double()), "input_ids must be int64, got torch.float64"),
+        (lambda: model(x.clone().fill_(VOCAB)), "input_ids must be tokens 0 to 10, got 11"),
+        (lambda: model(x.clone().fill_(-100)), "input_ids must be tokens 0 to 10, got -100"),
+        (lambda: model(x, labels=x[:, 1:]), r"labels must be \[2, 4\]"),
+        (lambda: model(x, labels=x.int()), "labels must be int64"),
+        (lambda: model(x, labels=labels), "labels must be tokens 0 to 10, got 11"),
+        (lambda: model(x, labels=x.clone().fill_(-1)), "labels must be tokens 0 to 10, got -1"),
+        (lambda: model(x, ext_len=-1), "ext_len must be between 0 and T = 4, got -1"),
+        (lambda: model(x, ext_len=5), "ext_len must be between 0 and T = 4, got 5"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

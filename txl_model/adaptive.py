@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from txl_kernels import linear
 from txl_model.config import TransformerXLConfig
 
 
@@ -53,14 +54,16 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [B, T] -> [B, T, d_model]."""
+        # Under autocast, too, the states that layers add to keep the weights' dtype.
+        dtype = self.tables[0].dtype
         if len(self.tables) == 1:
             embedded = F.embedding(input_ids, self.tables[0])
-            return F.linear(embedded, self.projs[0]) if len(self.projs) else embedded
+            return F.linear(embedded, self.projs[0]).to(dtype) if len(self.projs) else embedded
         flat = input_ids.flatten()
         out = None
         for table, proj, (first, end) in zip(self.tables, self.projs, self.bounds, strict=True):
             index = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
-            part = F.linear(F.embedding(flat[index] - first, table), proj)
+            part = F.linear(F.embedding(flat[index] - first, table), proj).to(dtype)
             if out is None:
                 out = part.new_zeros(len(flat), self.d_model)
             out = out.index_copy(0, index, part)
@@ -104,50 +107,55 @@ class AdaptiveSoftmax(nn.Module):
 
         Rows whose label is in a cluster, and no others, meet that cluster's table.
         """
-        if len(self.bounds) == 1:
-            return F.cross_entropy(_float(self._scores(hidden, embedding, 0)), labels, reduction="none")
+        head, *tails = self._layers(embedding)
         # Each label as the head knows it: itself in the shortlist, the column of its cluster otherwise.
         shortlist, head_labels = self.bounds[0][1], labels
         for i, (first, end) in enumerate(self.bounds[1:]):
             inside = (labels >= first) & (labels < end)
             head_labels = torch.where(inside, shortlist + i, head_labels)
-        losses = F.cross_entropy(_float(self._scores(hidden, embedding, 0)), head_labels, reduction="none")
-        for i, (first, end) in enumerate(self.bounds[1:], start=1):
+        losses = F.cross_entropy(_float(_scores(hidden, *head)), head_labels, reduction="none")
+        for (first, end), tail in zip(self.bounds[1:], tails, strict=True):
             index = ((labels >= first) & (labels < end)).nonzero().squeeze(1)
-            scores = _float(self._scores(hidden[index], embedding, i))
-            losses = losses.index_add(
-                0, index, F.cross_entropy(scores, labels[index] - first, reduction="none")
-            )
+            scores = _float(_scores(hidden[index], *tail))
+            within = F.cross_entropy(scores, labels[index] - first, reduction="none")
+            losses = losses.index_add(0, index, within)
         return losses
 
     def logits(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """[..., d_model] -> [..., vocab_size]; with clusters log-probabilities, in float32 at least."""
-        scores = self._scores(hidden, embedding, 0)
-        if len(self.bounds) == 1:
-            return scores
+        layers = self._layers(embedding)
+        if len(layers) == 1:
+            return _scores(hidden, *layers[0])
         shortlist = self.bounds[0][1]
-        head = _float(scores).log_softmax(-1)
-        parts = [head[..., :shortlist]]
-        for i in range(1, len(self.bounds)):
-            within = _float(self._scores(hidden, embedding, i)).log_softmax(-1)
-            parts.append(head[..., shortlist + i - 1, None] + within)
-        return torch.cat(parts, dim=-1)
+        head, *tails = (_float(_scores(hidden, *layer)).log_softmax(-1) for layer in layers)
+        parts = [head[..., shortlist + i, None] + tail for i, tail in enumerate(tails)]
+        return torch.cat([head[..., :shortlist], *parts], dim=-1)
 
-    def _scores(self, hidden: Tensor, embedding: AdaptiveEmbedding, i: int) -> Tensor:
-        """Logits within cluster i; those of the head (i = 0) end in one column per cluster, in order."""
-        tables = embedding.tables if self.tie_weight else self.tables
-        weight, bias = (tables[0], self.biases[0]) if self.one_table else (tables[i], self.biases[i])
-        if self.one_table and len(self.bounds) > 1:
-            first, end = self.bounds[i]
-            weight, bias = weight[first:end], bias[first:end]
-        if i == 0 and len(self.bounds) > 1:
-            weight = torch.cat([weight, self.cluster_weight])
-            bias = torch.cat([bias, self.cluster_bias])
+    def _layers(self, embedding: AdaptiveEmbedding) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+        """Projection [d_model, width], weight [rows, width] and bias [rows] of the head and of each cluster.
+
+        The head's last rows are the clusters, in order.
+        """
+        weights = list(embedding.tables if self.tie_weight else self.tables)
+        biases = list(self.biases)
+        if self.one_table:
+            # Split at once: the gradient of each slice by itself would be as large as the table.
+            sizes = [end - first for first, end in self.bounds]
+            weights, biases = list(weights[0].split(sizes)), list(biases[0].split(sizes))
+        if len(self.bounds) > 1:
+            weights[0] = torch.cat([weights[0], self.cluster_weight])
+            biases[0] = torch.cat([biases[0], self.cluster_bias])
+        projs: list[Tensor | None] = [None] * len(self.bounds)
         if self.projected:
-            # Tied to the embedding's where there is none of its own: [d_model, width], so no transpose.
-            proj = self.projs[str(i)] if str(i) in self.projs else embedding.projs[0 if self.one_table else i]
-            hidden = hidden @ proj
-        return F.linear(hidden, weight, bias)
+            # The embedding's where there is none of its own.
+            tied = [embedding.projs[0 if self.one_table else i] for i in range(len(self.bounds))]
+            projs = [self.projs.get(str(i), proj) for i, proj in enumerate(tied)]
+        return list(zip(projs, weights, biases, strict=True))
+
+
+def _scores(hidden: Tensor, proj: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """[..., d_model] -> [..., rows]."""
+    return linear(hidden if proj is None else hidden @ proj, weight, bias)
 
 
 def _float(x: Tensor) -> Tensor:

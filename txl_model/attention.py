@@ -1,9 +1,8 @@
 """The four attention kinds of the published code, all on `txl_kernels.rel_attention`.
 
-They differ in what distance contributes: a sinusoid projected by each layer (Dai et al., equation
-    in section 3.3), a
-learned vector and bias per distance (Shaw et al., 2018), or nothing, positions having been added to
-the hidden states (Vaswani et al., 2017; Al-Rfou et al., 2019).
+They differ in what distance contributes: a sinusoid projected by each layer (Dai et al., equation in
+section 3.3), a learned vector and bias per distance (Shaw et al., 2018), or nothing, positions having
+been added to the hidden states (Vaswani et al., 2017; Al-Rfou et al., 2019).
 
 B batch, T tokens of this segment, M tokens remembered, K = M + T keys, H heads, D = d_head,
 N rows of positions, furthest distance first.
@@ -18,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import rel_attention
+from txl_kernels import linear, rel_attention
 from txl_model.config import TransformerXLConfig
 from txl_model.memory import KeyValues
 
@@ -37,6 +36,13 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (", variational" if self.variational else "")
+
+
+class Linear(nn.Linear):
+    """torch's, and as fast as memory where a few tokens are read at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class Sight(NamedTuple):
@@ -60,8 +66,8 @@ class Attention(nn.Module):
         self.dropatt = config.dropatt
         self.pre_lnorm = config.pre_lnorm
         d_attn = config.n_head * config.d_head
-        self.qkv_net = nn.Linear(config.d_model, 3 * d_attn, bias=False)
-        self.o_net = nn.Linear(d_attn, config.d_model, bias=False)
+        self.qkv_net = Linear(config.d_model, 3 * d_attn, bias=False)
+        self.o_net = Linear(d_attn, config.d_model, bias=False)
         self.drop = Dropout(config.dropout, config.variational)
         self.layer_norm = nn.LayerNorm(config.d_model)
 
@@ -135,7 +141,7 @@ class RelativeAttention(Attention):
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__(config)
-        self.r_net = nn.Linear(config.d_model, config.n_head * config.d_head, bias=False)
+        self.r_net = Linear(config.d_model, config.n_head * config.d_head, bias=False)
 
     def rows(self, positions: tuple[Tensor, ...]) -> Tensor:
         return self._heads(self.r_net(positions[0]))

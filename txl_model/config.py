@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from txl_kernels.api import MAX_HEAD_DIM
+from txl_model.fields import Fields, option
 from txl_model.presets import preset
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class TransformerXLConfig:
+class TransformerXLConfig(Fields):
     """Everything that fixes a model. The defaults are those of the published enwik8 model, for bytes.
 
     Raises ValueError, naming the field, for a value that makes no model.
     """
 
-    vocab_size: int = _field(256, "number of different tokens")
-    n_layer: int = _field(12, "layers")
-    n_head: int = _field(8, "attention heads of a layer")
-    d_model: int = _field(512, "width of the hidden states")
-    d_head: int = _field(64, "width of a head")
-    d_inner: int = _field(2048, "width inside the feed-forward part")
-    d_embed: int = _field(-1, "width of the (first) embedding table; -1: d_model")
-    dropout: float = _field(0.1, "dropout of activations and position embeddings")
-    dropatt: float = _field(0.0, "dropout of attention probabilities")
-    tgt_len: int = _field(512, "tokens of a training segment")
-    mem_len: int = _field(512, "tokens each layer remembers from before the segment")
-    clamp_len: int = _field(-1, "further distances share this one's position embedding; -1: each has its own")
-    same_length: bool = _field(False, "every query sees itself and the mem_len - 1 tokens before it, no more")
-    same_length_extra: int = _field(0, "keys seen beyond that: 0 as the authors' code, 1 as NVIDIA's")
-    attn_type: int = _field(
+    vocab_size: int = option(256, "number of different tokens")
+    n_layer: int = option(12, "layers")
+    n_head: int = option(8, "attention heads of a layer")
+    d_model: int = option(512, "width of the hidden states")
+    d_head: int = option(64, "width of a head")
+    d_inner: int = option(2048, "width inside the feed-forward part")
+    d_embed: int = option(-1, "width of the (first) embedding table; -1: d_model")
+    dropout: float = option(0.1, "dropout of activations and position embeddings")
+    dropatt: float = option(0.0, "dropout of attention probabilities")
+    tgt_len: int = option(512, "tokens of a training segment")
+    mem_len: int = option(512, "tokens each layer remembers from before the segment")
+    clamp_len: int = option(-1, "further distances share this one's position embedding; -1: each has its own")
+    same_length: bool = option(False, "every query sees itself and the mem_len - 1 tokens before it, no more")
+    same_length_extra: int = option(0, "keys seen beyond that: 0 as the authors' code, 1 as NVIDIA's")
+    attn_type: int = option(
         0,
         "0 relative sinusoid (Dai), 1 learned relative (Shaw), "
         "2 absolute sinusoid (Vaswani), 3 absolute learned (Al-Rfou)",
     )
-    pre_lnorm: bool = _field(False, "LayerNorm before each sub-layer instead of after it")
-    untie_r: bool = _field(False, "each layer has its own biases u and v")
-    tie_weight: bool = _field(True, "the output tables are the embedding tables")
-    cutoffs: tuple[int, ...] = _field((), "adaptive softmax: first token of each cluster after the shortlist")
-    div_val: int = _field(1, "adaptive softmax: each cluster's embedding is this many times narrower")
-    tie_projs: tuple[bool, ...] = _field(
+    pre_lnorm: bool = option(False, "LayerNorm before each sub-layer instead of after it")
+    untie_r: bool = option(False, "each layer has its own biases u and v")
+    tie_weight: bool = option(True, "the output tables are the embedding tables")
+    cutoffs: tuple[int, ...] = option((), "adaptive softmax: first token of each cluster after the shortlist")
+    div_val: int = option(1, "adaptive softmax: each cluster's embedding is this many times narrower")
+    tie_projs: tuple[bool, ...] = option(
         (), "per cluster: the output projection is the embedding's; (): none is"
     )
-    zero_memory: bool = _field(False, "memory starts as mem_len zeros that are attended (Hugging Face, TF)")
-    variational: bool = _field(False, "dropout drops the same units at every time step of a segment")
-    init_std: float = _field(0.02, "standard deviation of the initial weights")
-    proj_init_std: float = _field(0.01, "the same of the embedding and output projections")
+    zero_memory: bool = option(False, "memory starts as mem_len zeros that are attended (Hugging Face, TF)")
+    variational: bool = option(False, "dropout drops the same units at every time step of a segment")
+    init_std: float = option(0.02, "standard deviation of the initial weights")
+    proj_init_std: float = option(0.01, "the same of the embedding and output projections")
 
     def __post_init__(self) -> None:
-        self.cutoffs = tuple(self.cutoffs)
-        self.tie_projs = tuple(self.tie_projs) or (False,) * (len(self.cutoffs) + 1)
+        super().__post_init__()
+        self.tie_projs = self.tie_projs or (False,) * (len(self.cutoffs) + 1)
         if self.d_embed == -1:
             self.d_embed = self.d_model
         for name in (
@@ -82,8 +80,11 @@ class TransformerXLConfig:
             raise ValueError(f"attn_type must be 0, 1, 2 or 3, got {self.attn_type}")
         if self.attn_type in (0, 2) and self.d_model % 2:
             raise ValueError(f"d_model must be even (half sines, half cosines), got {self.d_model}")
-        if self.attn_type == 1 and self.d_head > 255:
-            raise ValueError(f"attn_type 1 needs d_head <= 255 (its bias takes one more), got {self.d_head}")
+        widest = MAX_HEAD_DIM - (self.attn_type == 1)  # whose bias takes one more
+        if self.d_head > widest:
+            raise ValueError(
+                f"d_head must be at most {widest} with attn_type {self.attn_type}, got {self.d_head}"
+            )
         if self.attn_type == 3 and self.n_head * self.d_head != self.d_model:
             raise ValueError(
                 f"attn_type 3 adds n_head * d_head = {self.n_head * self.d_head} position values to "
@@ -113,15 +114,3 @@ class TransformerXLConfig:
     def preset(cls, name: str, **overrides: Any) -> TransformerXLConfig:
         """A published configuration ("enwik8-base", ...: `txl_model.presets`), with some fields changed."""
         return cls.from_dict({**preset(name, "model"), **overrides})
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` makes this config of again; JSON can hold it."""
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TransformerXLConfig:
-        """Raises ValueError for a field there is none of."""
-        unknown = set(values) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ValueError(f"TransformerXLConfig has no field {', '.join(sorted(unknown))}")
-        return cls(**values)

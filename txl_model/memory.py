@@ -1,9 +1,8 @@
 """What a model remembers of the segments before this one.
 
 A memory never changes for whoever holds it: a forward pass returns the next one and leaves the old
-    one valid, so a
-text can be continued twice from the same place. How a text is read (mem_len, clamp_len,
-same_length) is fixed when its memory is made.
+one valid, so a text can be continued twice from the same place. How a text is read (mem_len,
+clamp_len, same_length) is fixed when its memory is made.
 
 B batch, T tokens of a segment, M tokens remembered, K = M + T keys, H heads, D = d_head.
 """
@@ -37,7 +36,7 @@ class Reading:
         return klen if self.clamp_len < 0 else min(klen, self.clamp_len + 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory(ABC):
     """The last `mem_len` tokens as every layer saw them, detached. Made by `TransformerXL.new_memory`."""
 
@@ -94,7 +93,11 @@ class Memory(ABC):
             chosen = chosen.nonzero().squeeze(1)
         elif chosen.numel() and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
             raise ValueError(f"rows must be indices into a batch of {self.batch_size}, got {chosen.tolist()}")
-        chosen, skip = chosen.long(), torch.as_tensor(skip, device=self.device)
+        skip = torch.as_tensor(skip, device=self.device)
+        for name, x in (("rows", chosen), ("skip", skip)):
+            if x.is_floating_point() and x.numel():
+                raise ValueError(f"{name} must be whole numbers, got {x.tolist()}")
+        chosen = chosen.long()
         if skip.dim() and skip.shape != chosen.shape:
             raise ValueError(
                 f"skip must be one number or one per row, got {len(skip)} for {len(chosen)} rows"
@@ -146,12 +149,24 @@ class Memory(ABC):
             kind = kinds[settings["kind"]]
             reading, batch_size = Reading(**settings["reading"]), int(settings["batch_size"])
             states = [tensors[f"layer.{i}"] for i in range(reading.n_layer)]
-            return kind.of(reading, batch_size, tensors.get("start"), states)
-        except (KeyError, TypeError, IndexError) as error:
+            start, length = tensors.get("start"), states[0].shape[-2]
+            shape: tuple[int, ...] = (batch_size, length, reading.d_model)
+            if kind is KeyValueMemory:
+                shape = (2, batch_size, reading.n_head, length, reading.d_key)
+            if length > reading.mem_len or any(x.shape != shape for x in states):
+                shapes = [list(x.shape) for x in states]
+                raise ValueError(f"settings speak of layers of {list(shape)}, the tensors are {shapes}")
+            if start is not None and start.shape != (batch_size,):
+                raise ValueError(f"settings speak of batch {batch_size}, start is {list(start.shape)}")
+            memory = kind.of(reading, batch_size, start, states)
+            if isinstance(memory, KeyValueMemory) and reading.zero_memory and length:
+                memory.store.zeros = [tensors[f"zero.{i}"] for i in range(reading.n_layer)]
+            return memory
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"these are not the tensors and settings of a memory: {error!r}") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HiddenMemory(Memory):
     """Each layer's inputs, as published: in training the current weights project them again at every step."""
 
@@ -202,16 +217,15 @@ class _Store:
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
         self.capacity = capacity
         self.filled = 0
-        self.keys_values: list[Tensor | None] = [
-            None
-        ] * n_layer  # [2, B, H, capacity, D] once something was written
-        self.rows: list[Tensor | None] = [None] * n_layer  # r [H, N, D], furthest first
-        self.zeros: list[Tensor] | None = (
-            None  # with zero_memory, [2, 1, H, 1, D]: what a hidden state of zeros gives
-        )
+        # Of each layer, [2, B, H, capacity, D] once something was written.
+        self.keys_values: list[Tensor | None] = [None] * n_layer
+        # r [H, N, D], furthest first.
+        self.rows: list[Tensor | None] = [None] * n_layer
+        # With zero_memory, what a hidden state of zeros gives: [2, 1, H, 1, D].
+        self.zeros: list[Tensor] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyValues:
     """Keys and values that one layer remembers, with room for those of this segment."""
 
@@ -221,6 +235,8 @@ class KeyValues:
     end: int
     n_project: int  # positions to make `rows` of; 0: they are there
 
+    # A compiled block knows neither its layer nor where in the store it is, or it would be compiled for each.
+    @torch.compiler.disable
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, H, T, D] of this segment -> those of memory and segment, [B, H, K, D], views."""
         buffer, end = self.store.keys_values[self.layer], self.end + k.shape[2]
@@ -231,6 +247,7 @@ class KeyValues:
         buffer[1, :, :, self.end : end] = v
         return buffer[0, :, :, self.begin : end], buffer[1, :, :, self.begin : end]
 
+    @torch.compiler.disable
     def rows(self, project: Callable[[], Tensor]) -> Tensor:
         """r [H, N, D] by `project`, once and for all: the weights do not move."""
         if self.n_project:
@@ -240,7 +257,7 @@ class KeyValues:
         return rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyValueMemory(Memory):
     """Each layer's keys and values, for reading without gradients while the weights stay as they are.
 
@@ -271,8 +288,10 @@ class KeyValueMemory(Memory):
         memory = self
         if self.store.filled != self.end or self.end + n_token > self.store.capacity:
             memory = self._copy(self.mem_len + max(n_token, self.mem_len // 2))
-        rows, reading = memory.store.rows[0], self.reading
-        there = rows is not None and rows.shape[1] >= reading.n_rows(self.length + n_token)
+        reading = self.reading
+        n_rows = reading.n_rows(self.length + n_token)
+        # Of all layers: a forward pass that was interrupted has left some behind.
+        there = all(rows is not None and rows.shape[1] >= n_rows for rows in memory.store.rows)
         n_project = 0 if there else reading.n_rows(self.mem_len + n_token)  # enough for the longest key axis
         return [
             KeyValues(memory.store, i, memory.begin, memory.end, n_project) for i in range(reading.n_layer)
@@ -305,7 +324,12 @@ class KeyValueMemory(Memory):
                 store.keys_values[i] = new
         return replace(self, store=store, begin=0, end=self.length)
 
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {f"zero.{i}": x for i, x in enumerate(self.store.zeros or ())}
+
     def _zeroed(self, rows: Tensor) -> KeyValueMemory:
+        if not self.length:
+            return self
         memory = self._copy(self.store.capacity)
         assert memory.store.zeros is not None
         for buffer, zeros in zip(memory.store.keys_values, memory.store.zeros, strict=True):

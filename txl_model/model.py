@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl_model.attention import ATTENTION, Dropout, Sight
+from txl_model.attention import ATTENTION, Dropout, Linear, Sight
 from txl_model.config import TransformerXLConfig
 from txl_model.memory import HiddenMemory, KeyValueMemory, KeyValues, Memory, Reading
 from txl_model.positions import last_rows, position_embedding
@@ -30,10 +30,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
         self.net = nn.Sequential(
-            nn.Linear(config.d_model, config.d_inner),
+            Linear(config.d_model, config.d_inner),
             nn.ReLU(),
             Dropout(config.dropout, config.variational),
-            nn.Linear(config.d_inner, config.d_model),
+            Linear(config.d_inner, config.d_model),
             Dropout(config.dropout, config.variational),
         )
         self.layer_norm = nn.LayerNorm(config.d_model)
@@ -180,14 +180,16 @@ class TransformerXL(nn.Module):
         weight = self.softmax.biases[0]
         length = mem_len if config.zero_memory else 0
         if kind == "hidden":
-            zeros = torch.zeros(batch_size, length, config.d_model, device=weight.device, dtype=weight.dtype)
-            return HiddenMemory.of(reading, batch_size, None, [zeros] * config.n_layer)
+            shape = (batch_size, length, config.d_model)
+            like = {"device": weight.device, "dtype": weight.dtype}  # which may be sharded, and memory is not
+            zeros = [torch.zeros(shape, **like) for _ in range(config.n_layer)]
+            return HiddenMemory.of(reading, batch_size, None, zeros)
         if not length:
             nothing = torch.empty(2, batch_size, config.n_head, 0, d_key, device=weight.device)
             return KeyValueMemory.of(reading, batch_size, None, [nothing] * config.n_layer)
         zero = torch.zeros(1, 1, config.d_model, device=weight.device, dtype=weight.dtype)
         blocks = cast("list[Block]", self.blocks)
-        zeros_by_layer = [torch.stack(b.attn.project(zero)[1:]) for b in blocks]  # [2, 1, H, 1, D] each
+        zeros_by_layer = [torch.stack(b.attn.project(zero)[1:]).detach() for b in blocks]  # [2, 1, H, 1, D]
         states = [x.expand(-1, batch_size, -1, length, -1) for x in zeros_by_layer]
         memory = KeyValueMemory.of(reading, batch_size, None, states)
         memory.store.zeros = zeros_by_layer
@@ -253,7 +255,7 @@ class TransformerXL(nn.Module):
                 assert isinstance(past, Tensor)  # new_memory gives these models no other
                 past, h = past + absolute[: klen - n_token], h + absolute[klen - n_token :]
                 if config.attn_type == 2:
-                    h = self.drop(h)
+                    past, h = self.drop(past), self.drop(h)
             h = block(h, past, *self._positions_and_biases(i, n_project, sinusoid), sight)
         hidden = self.drop(h)
 
@@ -314,6 +316,10 @@ class TransformerXL(nn.Module):
                     raise ValueError(f"{name} must be tokens 0 to {n - 1}, got {ids[wrong][0].item()}")
 
     def _check_memory(self, memory: Memory, batch_size: int) -> None:
+        if not isinstance(memory, Memory):
+            raise ValueError(
+                f"memory must come from new_memory or a forward pass, got {type(memory).__name__}"
+            )
         config, reading = self.config, memory.reading
         expected = (config.n_layer, config.d_model, config.n_head, config.d_head + (config.attn_type == 1))
         got = (reading.n_layer, reading.d_model, reading.n_head, reading.d_key)
@@ -323,6 +329,8 @@ class TransformerXL(nn.Module):
                 f"and batch {memory.batch_size}; the model and input_ids need {expected} "
                 f"and batch {batch_size}"
             )
+        if isinstance(memory, KeyValueMemory) and config.attn_type not in (0, 1):
+            raise ValueError("memory is of a model with relative positions; this one's are absolute")
         if isinstance(memory, KeyValueMemory) and (self.training or torch.is_grad_enabled()):
             raise ValueError(
                 "a memory of keys and values is for reading: call model.eval() and use torch.no_grad(), "

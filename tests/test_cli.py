@@ -1,0 +1,251 @@
+"""The `txl` command from end to end on a small text, its options, its messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import helpers
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tqdm")
+
+from txl_model import TransformerXLConfig, __main__, cli
+from txl_model.presets import PRESETS
+from txl_model.train_config import TrainConfig
+
+SMALL = [
+    *("--preset", "tiny", "--n-layer", "2", "--d-model", "32", "--n-head", "2", "--d-inner", "64"),
+    *("--tgt-len", "16", "--mem-len", "24", "--batch-size", "2", "--eval-max-tokens", "200"),
+    *("--log-interval", "2", "--eval-interval", "4", "--save-interval", "3", "--quiet"),
+]
+
+
+def txl(*args: object) -> int:
+    return cli.main([str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A corpus of a text and a run of six steps over it."""
+    folder = tmp_path_factory.mktemp("cli")
+    text = "".join(f"line {i} says {i * i} and ends\n" for i in range(2000))
+    (folder / "text.txt").write_text(text)
+    assert txl("prepare", "text", folder / "text.txt", folder / "corpus", "--unit", "byte") == 0
+    assert txl("train", folder / "corpus", folder / "run", *SMALL, "--max-step", 6) == 0
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------- end to end
+
+
+def test_train_writes_a_run(trained):
+    run = trained / "run"
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["d_model"] == 32 and config["model"]["clamp_len"] == 128, "option over preset"
+    assert config["train"]["max_step"] == 6
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "train"] == [2, 4, 6]
+    assert [e["step"] for e in events if e["event"] == "eval"] == [4, 6]
+
+
+def test_resume_goes_on_and_a_run_is_not_overwritten(trained, tmp_path, capsys):
+    corpus, run = trained / "corpus", tmp_path / "run"
+    assert txl("train", corpus, run, *SMALL, "--max-step", 4) == 0
+    assert txl("train", corpus, run, *SMALL, "--max-step", 4) == 1
+    assert "holds a training run already" in capsys.readouterr().err
+    assert txl("train", corpus, run, "--resume", "--quiet", "--max-step", 8, "--preset", "tiny") == 1
+    assert "--resume takes no preset" in capsys.readouterr().err
+    assert (
+        txl("train", corpus, run, "--resume", "--quiet", "--max-step", 8, "--plot", tmp_path / "p.png") == 0
+    )
+    assert "step 4: goes on from" in capsys.readouterr().out
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "train"] == [2, 4, 6, 8]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_config_file_between_preset_and_options(trained, tmp_path):
+    yaml = tmp_path / "config.yaml"
+    yaml.write_text(
+        "preset: tiny\n"
+        "model: {n_layer: 1, d_model: 16, n_head: 2, d_head: 8, d_inner: 16, tgt_len: 8, mem_len: 8}\n"
+        "train: {batch_size: 2, max_step: 1, lr: 1e-3, eval_max_tokens: 50}\n"
+    )
+    run = tmp_path / "run"
+    assert txl("train", trained / "corpus", run, "--config", yaml, "--quiet", "--d-inner", 8) == 0
+    config = json.loads((run / "config.json").read_text())
+    assert (config["model"]["n_layer"], config["model"]["d_inner"], config["train"]["lr"]) == (1, 8, 1e-3)
+    assert config["model"]["pre_lnorm"] is True, "from the preset"
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"max_stop": 1}}))
+    assert txl("train", trained / "corpus", tmp_path / "other", "--config", tmp_path / "config.json") == 1
+
+
+def test_eval_at_several_lengths(trained, tmp_path, capsys):
+    out = ("--json", tmp_path / "e.json", "--plot", tmp_path / "e.png")
+    args = ("--mem-len", "0,8,24", "--max-tokens", 150, "--quiet")
+    assert txl("eval", trained / "run", trained / "corpus", *args, *out) == 0
+    printed = capsys.readouterr().out
+    lengths = json.loads((tmp_path / "e.json").read_text())["evaluations"]
+    assert [r["mem_len"] for r in lengths] == [0, 8, 24]
+    for result in lengths:
+        assert result["tokens"] == 150
+        assert f"{result['bpc']:.4f}" in printed
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
+    # A preset's lengths give way to those named; its own is taken where none is.
+    preset = ("--preset", "tiny", "--max-tokens", 150, "--quiet", "--json", tmp_path / "p.json")
+    for option, expected in [(("--mem-len", "4,6"), [4, 6]), ((), [512])]:
+        assert txl("eval", trained / "run", trained / "corpus", *preset, *option) == 0
+        results = json.loads((tmp_path / "p.json").read_text())["evaluations"]
+        assert [r["mem_len"] for r in results] == expected
+    capsys.readouterr()
+    # One of them alone, read as the three were, gives the same number.
+    alone = ("--mem-len", 8, "--warm-up", 24, "--max-tokens", 150, "--quiet", "--split", "valid")
+    assert txl("eval", trained / "run", trained / "corpus", *alone) == 0
+    assert f"{lengths[1]['bpc']:.4f}" in capsys.readouterr().out
+
+
+def test_generate(trained, tmp_path, capsys):
+    args = ("generate", trained / "run", "--max-new-tokens", 12, "--seed", 3, "--quiet")
+    texts = []
+    for _ in range(2):
+        assert txl(*args, "--prompt", "line 1") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("line 1") and len(texts[0]) > len("line 1\n")
+    (tmp_path / "prompt").write_text("line 1")
+    assert txl(*args, "--prompt-file", tmp_path / "prompt") == 0
+    assert capsys.readouterr().out == texts[0]
+    assert txl(*args, "--prompt", "line 1", "--prompt", "and") == 0
+    assert capsys.readouterr().out.startswith(texts[0])
+    assert txl(*args, "--prompt", "line 1", "--stop", texts[0][6], "--temperature", 1) == 0
+    assert capsys.readouterr().out == texts[0][:7] + "\n"
+
+
+def test_info(trained, capsys):
+    assert txl("info") == 0
+    assert "enwik8-base" in capsys.readouterr().out
+    for name in PRESETS:
+        assert txl("info", name) == 0
+        assert re.match(rf"{name}: [\d,]+ parameters", capsys.readouterr().out)
+    assert txl("info", trained / "corpus") == 0
+    assert "train" in capsys.readouterr().out
+    assert txl("info", trained / "run") == 0
+    assert "2 layers of 32" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("config", [TransformerXLConfig, TrainConfig])
+def test_every_field_is_an_option(config, capsys):
+    with pytest.raises(SystemExit):
+        txl("train", "--help")
+    printed = capsys.readouterr().out
+    for field in fields(config):
+        assert "--" + field.name.replace("_", "-") in printed
+
+
+@pytest.mark.parametrize("command", ["prepare", "train", "eval", "generate", "convert", "info"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        txl(command, "--help")
+    assert exit.value.code == 0 and f"txl {command}" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_messages(trained, tmp_path, capsys):
+    run, corpus = trained / "run", trained / "corpus"
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "words.yaml").write_text("models: {}")
+    for args, message in [
+        (("train", tmp_path / "none", tmp_path / "out"), "no .*none"),
+        (("train", corpus, tmp_path / "out", "--n-layer", 0), "n_layer must be at least 1, got 0"),
+        (("train", corpus, tmp_path / "out", "--vocab-size", 9), "vocab_size 9 is less than the 256"),
+        (("train", corpus, tmp_path / "out", "--config", tmp_path / "bad.yaml"), "neither YAML nor JSON"),
+        (("train", corpus, tmp_path / "out", "--config", tmp_path / "words.yaml"), "and nothing else"),
+        (("train", corpus, tmp_path / "out", "--config", tmp_path / "none"), "No such file"),
+        (("train", corpus, tmp_path / "out", "--plot", tmp_path / "none" / "x.png"), "no folder"),
+        (("train", corpus, tmp_path / "out", *SMALL, "--device", "cuda:9"), "cuda"),
+        (("eval", tmp_path, corpus), "no model|does not exist|config.json"),
+        (("eval", run, corpus, "--split", "tset"), "no split 'tset'"),
+        (("eval", run, corpus, "--mem-len", "1,2", "--stride", 4), "--stride reads without memory"),
+        (("eval", run, corpus, "--tgt-len", 0), "tgt_len must be at least 1"),
+        (("generate", run), "nothing to continue"),
+        (("generate", run, "--prompt", ""), "prompt 0 is empty"),
+        (("generate", run, "--prompt", "a", "--top-p", 0), "top_p must be in"),
+        (("generate", run, "--prompt", "a", "--stop", "ab"), "it must be one"),
+        (("generate", run, "--prompt", "a", "--backend", "tpu"), "tpu"),
+        (("info", "enwik9-base"), "enwik9-base"),
+    ]:
+        assert txl(*args) == cli.ERROR, args
+        assert re.search(f"txl: error: .*({message})", capsys.readouterr().err), args
+    for args in [("train", corpus), ("train", corpus, "x", "--n-layer", "two"), ("fly",), ()]:
+        with pytest.raises(SystemExit) as exit:
+            txl(*args)
+        assert exit.value.code == 2
+
+
+def test_a_corpus_numbered_otherwise_is_refused(trained, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words of another text\n" * 300)
+    assert txl("prepare", "text", tmp_path / "text.txt", tmp_path / "corpus", "--unit", "char") == 0
+    assert txl("eval", trained / "run", tmp_path / "corpus") == cli.ERROR
+    assert "numbers its symbols otherwise" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_last_checkpoint(trained, tmp_path):
+    command = [sys.executable, "-m", "txl_model", "train", trained / "corpus", tmp_path / "run"]
+    environment = {**os.environ, "PYTHONPATH": str(helpers.ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*map(str, command), *SMALL, "--max-step", "100000"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = tmp_path / "run" / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    step = int(re.search(r"stopped at step (\d+); --resume", err)[1])
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+
+
+def test_interrupt_and_missing_package(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.info, "run", interrupted)
+    monkeypatch.setattr(cli, "_COMMANDS", [("info", "", cli.info.add_arguments, interrupted)])
+    assert txl("info") == cli.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+    hidden = [name for name in sys.modules if name.startswith("txl_model.cli")]
+    for name in hidden:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("txl_model.cli")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert __main__.main() == 1
+    assert "pip install 'txl-kernels[train]'" in capsys.readouterr().err
+
+
+def test_the_model_needs_torch_only():
+    code = (
+        "import sys\n"
+        "for name in ('safetensors', 'tqdm', 'yaml', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
+        "import torch\nfrom txl_model import TransformerXL, TransformerXLConfig\n"
+        "m = TransformerXL(TransformerXLConfig(n_layer=1, d_model=16, n_head=2, d_head=8, d_inner=16))\n"
+        "m(torch.zeros(1, 4, dtype=torch.int64))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(helpers.ROOT)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)

@@ -1,0 +1,71 @@
+"""The `txl` command line: prepare, train, eval, generate, convert, info."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from txl_model import convert
+from txl_model.cli import evaluate, generate, info, train
+from txl_model.data import prepare
+
+Command = tuple[
+    str, str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int | None]
+]
+
+_COMMANDS: list[Command] = [
+    (
+        "prepare",
+        "make a corpus of a text or of a published archive",
+        prepare.add_prepare_arguments,
+        prepare.run_prepare,
+    ),
+    ("train", "train a model on a corpus, or go on training it", train.add_arguments, train.run),
+    ("eval", "perplexity or bits per character at some memory lengths", evaluate.add_arguments, evaluate.run),
+    ("generate", "continue a prompt", generate.add_arguments, generate.run),
+    (
+        "convert",
+        "make a model of a published checkpoint",
+        convert.add_convert_arguments,
+        convert.run_convert,
+    ),
+    ("info", "what a preset, a model, a corpus or this machine is", info.add_arguments, info.run),
+]
+
+ERROR, INTERRUPTED = 1, 130  # exit codes; argparse's own, for a command line it does not understand, is 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. Returns the exit code: 0, 1 after an error that was explained, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("txl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ModuleNotFoundError, torch.OutOfMemoryError) as error:
+        if os.environ.get("TXL_DEBUG"):
+            raise
+        print(f"txl: error: {error}", file=sys.stderr)
+        return ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="txl",
+        description="Transformer-XL: make a corpus of a text, train, evaluate with a long memory, generate.",
+        epilog="TXL_DEBUG=1 shows where an error was raised.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, summary, add_arguments, run in _COMMANDS:
+        command = commands.add_parser(name, help=summary, description=summary)
+        add_arguments(command)
+        command.set_defaults(run=run)
+    return parser

@@ -1,0 +1,143 @@
+"""`txl eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from txl_model.checkpoint import load_model
+from txl_model.cli.options import (
+    add_machine_arguments,
+    check_vocabulary,
+    check_writable,
+    chosen_device,
+    numbers,
+)
+from txl_model.data import Corpus
+from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
+from txl_model.presets import PRESETS, preset
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, help="a run, a checkpoint or a converted model")
+    add("corpus", type=Path, help="folder that `txl prepare` made")
+    add("--split", default="valid", help="train, valid or test (default: valid)")
+    add("--preset", choices=list(PRESETS), help="read as the published numbers of this preset were")
+    add(
+        "--mem-len",
+        type=numbers(int),
+        metavar="N[,N...]",
+        help="tokens remembered; several: one evaluation each",
+    )
+    add("--tgt-len", type=int, metavar="N", help="tokens of a segment (default: as in training)")
+    add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
+    add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="without memory: score the last N tokens of each window of tgt_len",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rows of the text read side by side (default: 1)",
+    )
+    add(
+        "--warm-up",
+        type=int,
+        metavar="N",
+        help="tokens read before each row, not scored (default: 0; with several --mem-len, the longest)",
+    )
+    add("--max-tokens", type=int, metavar="N", help="score no more than the first N")
+    add("--bf16", action="store_true", help="compute in bfloat16 where that is safe (autocast)")
+    add("--json", type=Path, metavar="FILE", help="save the results")
+    add("--plot", type=Path, metavar="PNG", help="draw them against the memory length")
+    add_machine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_writable(args.json, args.plot)
+    device = chosen_device(args)
+    corpus = Corpus.open(args.corpus)
+    model = load_model(args.model, args.backend).to(device)
+    check_vocabulary(args.model, corpus)
+    tokens = corpus.tokens(args.split)
+    reading = {"tgt_len": model.config.tgt_len} | (preset(args.preset, "eval") if args.preset else {})
+    for name in ("tgt_len", "clamp_len", "same_length"):
+        if getattr(args, name) is not None:
+            reading[name] = getattr(args, name)
+    mem_len = reading.pop("mem_len", None)
+    mem_lens = args.mem_len or (mem_len,)
+    reading |= {
+        "batch_size": args.batch_size,
+        "max_tokens": args.max_tokens,
+        "dtype": torch.bfloat16 if args.bf16 else None,
+    }
+    if len(mem_lens) > 1 and args.stride is not None:
+        raise ValueError("--stride reads without memory: give it one --mem-len, or none")
+    n_token = len(mem_lens) * min(len(tokens) - 1, args.max_tokens or len(tokens))
+    word = corpus.unit == "word"
+    results = []
+    with tqdm(total=n_token, unit="token", unit_scale=True, disable=args.quiet or None) as bar:
+        if len(mem_lens) > 1:
+            runs = evaluate_lengths(
+                model, tokens, mem_lens, warm_up=args.warm_up, progress=bar.update, **reading
+            )
+        else:
+            reading |= {"mem_len": mem_lens[0], "stride": args.stride, "warm_up": args.warm_up or 0}
+            runs = (evaluate(model, tokens, progress=bar.update, **reading) for _ in range(1))
+        _print(" mem_len       tokens     loss       " + ("ppl" if word else "bpc") + "   tokens/s")
+        for result in runs:
+            results.append(result)
+            figure = result.ppl if word else result.bpc
+            speed = result.tokens / result.seconds
+            mem_len = result.settings["mem_len"]
+            _print(f"{mem_len:8d} {result.tokens:12,d} {result.loss:8.4f} {figure:9.4f} {speed:10,.0f}")
+    if args.json:
+        lines = [
+            {
+                **r.settings,
+                "loss": r.loss,
+                "ppl": r.ppl,
+                "bpc": r.bpc,
+                "tokens": r.tokens,
+                "seconds": r.seconds,
+            }
+            for r in results
+        ]
+        about = {"model": str(args.model), "corpus": corpus.identity, "split": args.split}
+        args.json.write_text(json.dumps({**about, "evaluations": lines}, indent=2) + "\n")
+    if args.plot:
+        plot_lengths(results, corpus.unit, args.plot)
+
+
+def _print(line: str) -> None:
+    """To standard output, past the progress bar."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def plot_lengths(results: Sequence[Evaluation], unit: str, png: Path) -> None:
+    """Draw evaluations against their memory length: bits per character, or perplexity of words."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    points = sorted((r.settings["mem_len"], r.ppl if unit == "word" else r.bpc) for r in results)
+    axes.plot(*zip(*points, strict=True), "o-")
+    axes.set_xscale("symlog", linthresh=32)
+    axes.set_xticks([x for x, _ in points], [str(x) for x, _ in points], minor=False)
+    axes.set_xlabel("memory at evaluation (tokens)")
+    axes.set_ylabel("perplexity" if unit == "word" else "bits per character")
+    axes.grid(alpha=0.3)
+    figure.savefig(png, dpi=150)

@@ -1,0 +1,100 @@
+"""`txl generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from txl_model.checkpoint import load_model
+from txl_model.cli.options import add_machine_arguments, chosen_device, vocabulary_of
+from txl_model.data import Corpus, Vocabulary
+from txl_model.data.corpus import VOCABULARY
+from txl_model.generate import collect, generate, stream_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, help="a run, a checkpoint or a converted model")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; several times: a batch")
+    add("--prompt-file", type=Path, metavar="FILE", help="file with a text to continue; -: standard input")
+    add("--corpus", type=Path, help="folder with the vocabulary, where the model has none beside it")
+    add("--max-new-tokens", type=int, default=500, metavar="N", help="(default: 500)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="0: always the likeliest token (default: 1)",
+    )
+    add("--top-k", type=int, default=40, metavar="N", help="draw among the N likeliest; 0: all (default: 40)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="draw among the likeliest that together have this probability (default: 1)",
+    )
+    add("--seed", type=int, help="the same seed gives the same text")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="SYMBOL",
+        help="end where this token comes; may be repeated",
+    )
+    add("--mem-len", type=int, metavar="N", help="tokens remembered (default: the model's)")
+    add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
+    add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")
+    add_machine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+
+    prompts = list(args.prompt or [])
+    if args.prompt_file:
+        prompts.append(sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text())
+    if not prompts:
+        raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file FILE")
+    model = load_model(args.model, args.backend).to(chosen_device(args))
+    path = vocabulary_of(args.model)
+    if args.corpus:
+        vocabulary = Corpus.open(args.corpus).vocabulary
+    elif path:
+        vocabulary = Vocabulary.load(path)
+    else:
+        raise ValueError(f"{args.model} has no {VOCABULARY} beside it: name a corpus with --corpus")
+    stop = {token for symbol in args.stop for token in _stop_tokens(vocabulary, symbol)}
+    steps = generate(
+        model,
+        [vocabulary.encode(prompt) for prompt in prompts],
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop_tokens=stop,
+        mem_len=args.mem_len,
+        clamp_len=args.clamp_len,
+        same_length=args.same_length,
+    )
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        for text in stream_text(steps, vocabulary):
+            print(text, end="", flush=True)
+        print()
+        return
+    bar = tqdm(steps, total=args.max_new_tokens, unit="token", disable=args.quiet or None)
+    for prompt, row in zip(prompts, collect(bar), strict=True):
+        print(f"{prompt}{vocabulary.decode(row)}\n{'-' * 20}")
+
+
+def _stop_tokens(vocabulary: Vocabulary, symbol: str) -> list[int]:
+    r"""The number of a stop symbol; \n may be written so."""
+    symbol = symbol.replace("\\n", "\n")
+    tokens = [vocabulary.number(symbol)] if vocabulary.unit == "word" else vocabulary.encode(symbol)
+    if len(tokens) != 1:
+        raise ValueError(f"--stop {symbol!r} is {len(tokens)} tokens; it must be one")
+    return tokens

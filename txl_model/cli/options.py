@@ -1,0 +1,108 @@
+"""Options that several commands have, and options made from the fields of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txl_model.data import Corpus, Vocabulary
+from txl_model.data.corpus import VOCABULARY
+
+
+def add_fields(parser: argparse.ArgumentParser, config: type, title: str, skip: tuple[str, ...] = ()) -> None:
+    """An option for every field of a dataclass; one that was not given leaves nothing in the namespace."""
+    group = parser.add_argument_group(title)
+    for f in fields(config):
+        if f.name not in skip:
+            _add_field(group, f)
+
+
+def _add_field(group: Any, f: Field[Any]) -> None:
+    option: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f.metadata["help"].replace("%", "%%")}
+    kind = str(f.type)
+    if kind == "bool":
+        option["action"] = argparse.BooleanOptionalAction
+    elif kind.startswith("tuple"):
+        option |= {"type": numbers(bool) if "bool" in kind else numbers(int), "metavar": "A,B,..."}
+    else:
+        option |= {"type": {"int": int, "float": float}.get(kind.split(" ")[0], str), "metavar": "X"}
+        if f.metadata.get("choices"):
+            option |= {"choices": f.metadata["choices"], "metavar": None}
+    if f.default is not MISSING and f.default not in (None, ()):
+        option["help"] += f" (default: {f.default})"
+    group.add_argument("--" + f.name.replace("_", "-"), **option)
+
+
+def numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    """A parser of "500,1000": numbers, or for bool 0 and 1."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(kind(int(part)) for part in text.split(",") if part.strip())
+
+    parse.__name__ = "list of numbers"  # argparse names it in its error
+    return parse
+
+
+def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The options of `add_fields` that were given."""
+    return {f.name: getattr(args, f.name) for f in fields(config) if hasattr(args, f.name)}
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """A YAML or JSON file: {"preset": name, "model": {...}, "train": {...}}, all of them optional."""
+    if path is None:
+        return {}
+    import yaml  # reads JSON too
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+    if not isinstance(content, dict) or set(content) - {"preset", "model", "train"}:
+        raise ValueError(f'{path} must hold "preset", "model" and "train", or some of them, and nothing else')
+    return content
+
+
+def chosen_device(args: argparse.Namespace) -> torch.device:
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch says why: no such device, no CUDA in this build
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
+    parser.add_argument(
+        "--backend", help="attention kernel (cpu, triton, cuda, reference); not given: the best"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Say before the work that its result could not be saved."""
+    for path in paths:
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise FileNotFoundError(
+                f"cannot write {path}: {path.absolute().parent} is no folder one can write to"
+            )
+
+
+def vocabulary_of(model: Path) -> Path | None:
+    """The vocabulary saved beside a model: in its folder, or in the run's that it is part of."""
+    folder = model.absolute()
+    return next((p / VOCABULARY for p in (folder, *folder.parents[:2]) if (p / VOCABULARY).exists()), None)
+
+
+def check_vocabulary(model: Path, corpus: Corpus) -> None:
+    path = vocabulary_of(model)
+    if path is not None and Vocabulary.load(path).symbols != corpus.vocabulary.symbols:
+        raise ValueError(
+            f"{corpus.folder} numbers its symbols otherwise than the text {model} was trained on"
+        )

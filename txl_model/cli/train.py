@@ -1,0 +1,123 @@
+"""`txl train`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from txl_model.checkpoint import CONFIG, read_json
+from txl_model.cli.info import shape
+from txl_model.cli.options import (
+    add_fields,
+    add_machine_arguments,
+    check_writable,
+    chosen_device,
+    given,
+    read_config,
+)
+from txl_model.config import TransformerXLConfig
+from txl_model.data import Corpus
+from txl_model.data.corpus import VOCABULARY
+from txl_model.log import plot_log
+from txl_model.presets import PRESETS, preset
+from txl_model.train import train
+from txl_model.train_config import TrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("corpus", type=Path, help="folder that `txl prepare` made")
+    parser.add_argument("out", type=Path, help="folder of the run: configuration, log, checkpoints")
+    parser.add_argument("--preset", choices=list(PRESETS), help="configuration to start from")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or JSON with preset, model, train")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss curve when done")
+    add_machine_arguments(parser)
+    add_fields(parser, TransformerXLConfig, "model (overrides --config, which overrides --preset)")
+    add_fields(parser, TrainConfig, "training (likewise)", skip=("tgt_len",))
+
+
+def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLConfig, TrainConfig]:
+    """Preset, configuration file, options: the later one wins. A run that goes on starts from what it was."""
+    model: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+    content = read_config(args.config)
+    name = args.preset or content.get("preset")
+    run = args.out / CONFIG
+    if args.resume and run.exists():
+        if name:
+            raise ValueError(f"{args.out} has a configuration already: --resume takes no preset")
+        saved = read_json(run)
+        model, training = saved["model"], saved["train"]
+    elif name:
+        model, training = preset(name, "model"), preset(name, "train")
+        if corpus.unit != "word":  # word-level presets have clusters for words
+            model |= {"cutoffs": (), "tie_projs": (), "div_val": 1}
+    if "cutoffs" not in model and corpus.cutoffs:
+        model |= {"cutoffs": corpus.cutoffs}
+    model = {**model, **content.get("model", {}), **given(args, TransformerXLConfig)}
+    training = {**training, **content.get("train", {}), **given(args, TrainConfig)}
+    asked = args.__dict__.get("vocab_size", content.get("model", {}).get("vocab_size", corpus.vocab_size))
+    if asked < corpus.vocab_size:
+        raise ValueError(f"vocab_size {asked} is less than the {corpus.vocab_size} of {corpus.name}")
+    model["vocab_size"] = asked
+    return TransformerXLConfig.from_dict(model), TrainConfig.from_dict(training)
+
+
+def run(args: argparse.Namespace) -> int | None:
+    corpus = Corpus.open(args.corpus)
+    model_config, train_config = _configs(args, corpus)
+    first = int(os.environ.get("RANK", 0)) == 0
+    if first:
+        check_writable(args.plot)
+        vocabulary = args.out / VOCABULARY
+        if not vocabulary.exists():  # so that the run can be read without its corpus
+            args.out.mkdir(parents=True, exist_ok=True)
+            corpus.vocabulary.save(vocabulary)
+        text = len(corpus.tokens("train"))
+        print(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}", flush=True)
+    result = train(
+        model_config,
+        train_config,
+        corpus,
+        args.out,
+        resume=args.resume,
+        on_event=_report,
+        progress=not args.quiet,
+        backend=args.backend,
+        device=args.device and chosen_device(args),
+    )
+    if not first:
+        return None
+    if args.plot:
+        plot_log(args.out / "log.jsonl", args.plot)
+    if result.signal:
+        print(f"txl: stopped at step {result.step}; --resume goes on from there", file=sys.stderr)
+        return 128 + result.signal
+    return None
+
+
+def _report(event: dict[str, Any]) -> None:
+    """A line for people of an event of training; the bar shows what happens between the evaluations."""
+    kind, step = event["event"], event["step"]
+    if kind == "eval":
+        line = f"valid {_figure(event)}" + (", the best so far" if event["best"] else "")
+    elif kind == "train" and not sys.stderr.isatty():
+        line = f"train {_figure(event)}, {event['tokens_per_second']:,.0f} tokens/s"
+        line += f", {tqdm.format_interval(event['seconds_left'])} left"
+    elif kind == "resume":
+        line = f"goes on from {event['path']}"
+    elif kind == "note":
+        line = event["message"]
+    else:
+        return
+    tqdm.write(f"step {step:,}: {line}", file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _figure(event: dict[str, Any]) -> str:
+    return f"{event['bpc']:.4f} bpc" if "bpc" in event else f"ppl {event['ppl']:.2f}"

@@ -1,0 +1,55 @@
+"""What the configurations have in common: fields with a help text, and a way to and from JSON or YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, field, fields
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+_Config = TypeVar("_Config", bound="Fields")
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field of a configuration, which is an option of the command line too."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+class Fields:
+    """Base of the configurations, which are dataclasses. Values are checked against the fields' types."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            setattr(self, f.name, _as(str(f.type), f.name, getattr(self, f.name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` makes this configuration of again; JSON can hold it."""
+        values = asdict(self)  # type: ignore[call-overload]
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+
+    @classmethod
+    def from_dict(cls: type[_Config], values: dict[str, Any]) -> _Config:
+        """Raises ValueError for a field there is none of."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})  # type: ignore[arg-type]
+        if unknown:
+            raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}")
+        return cls(**values)
+
+
+def _as(kind: str, name: str, value: Any) -> Any:
+    """`value`, as JSON, YAML or NumPy may have it, in the type of the field `name`."""
+    if value is None and kind.endswith("| None"):
+        return None
+    kind = kind.removesuffix(" | None")
+    if kind.startswith("tuple") and isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_as("bool" if "bool" in kind else "int", name, x) for x in value)
+    if kind == "int" and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if kind == "float" and isinstance(value, (Real, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML has 1e-3, without a point, as a string
+        except ValueError:
+            pass
+    if (kind, type(value)) in (("bool", bool), ("str", str)):
+        return value
+    raise ValueError(f"{name} must be of type {kind}, got {value!r}")
