@@ -4,8 +4,6 @@ dropout and precision. Its memory: test_model_memory.py."""
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import math
 
 import helpers
@@ -418,6 +416,13 @@ def test_autocast(fields):
 # ---------------------------------------------------------------------------------------------------- compile
 
 
+@pytest.fixture
+def compiler_gives_up_aloud():
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
 LEARNED = {"attn_type": 1, "pre_lnorm": True}
 
 
@@ -430,13 +435,12 @@ LEARNED = {"attn_type": 1, "pre_lnorm": True}
     ],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks(fields, compiler, monkeypatch):
+@pytest.mark.usefixtures("compiler_gives_up_aloud")
+def test_compiled_blocks(fields, compiler):
     """Training, and reading with keys and values, give the same numbers; layers and steps share the code."""
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     plain, compiled = (small_model(None, torch.float32, n_layer=5, **fields) for _ in range(2))
     for block in compiled.blocks:
         block.compile(backend=compiler)
-    torch.compiler.reset()
     text, results = tokens(40), []
     for model in (plain, compiled):
         memory, losses = None, []
@@ -525,36 +529,3 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-# ------------------------------------------------------------------------------------------------ the example
-
-
-@pytest.fixture(scope="module")
-def train_bytes():
-    pytest.importorskip("tqdm")
-    path = helpers.ROOT / "examples" / "train_bytes.py"
-    spec = importlib.util.spec_from_file_location("train_bytes", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_memory_length_is_scored_on_the_same_bytes(train_bytes):
-    model, text = small_model(), tokens(60)
-    with torch.no_grad():
-        whole = model(text[:, :-1], labels=text[:, 1:]).token_losses[:, 20:].mean() / math.log(2)
-    for segment in (7, 16, 59):
-        got = train_bytes.bits_per_byte(model, text, mem_len=60, segment=segment, warm_up=20)
-        assert math.isclose(got, whole, rel_tol=1e-9)
-
-
-def test_example(train_bytes, tmp_path, capsys):
-    small = "--layers 1 --d-model 16 --heads 2 --batch 2 --segment 16 --mem 16 --eval-mem 0 8 --eval-bytes 64"
-    train_bytes.main([*small.split(), "--steps", "4", "--json", str(tmp_path / "results.json")])
-    printed = capsys.readouterr().out
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["training"]["steps"] == 4
-    for length, bits in results["held_out_bits_per_byte"].items():
-        assert 7 < bits < 9
-        assert f"{length}   {bits:.3f}" in printed
