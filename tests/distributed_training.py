@@ -79,7 +79,8 @@ def error_of(run: Any) -> str:
 
 def stopped(here: Path, processes: Processes, parallel: str) -> Any:
     """With dropout: one run, and one that a signal to one of the processes stopped after step 5 and
-    that went on."""
+    that went on.
+    """
     fields = {"parallel": parallel, "average": "swa", "batch_chunk": 2, "varlen": True}
     trainer(here / "whole", processes, **fields).run()
     stopping = trainer(here / "stopped", processes, **fields)

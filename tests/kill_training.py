@@ -1,14 +1,16 @@
 """Trains in child processes that are killed (SIGKILL), again and again, until a run is through.
-Used by test_checkpoint.
 
-    python tests/kill_training.py FOLDER never    # a run to compare the others with
-    python tests/kill_training.py FOLDER random   # after a random time python
-    tests/kill_training.py FOLDER lines    # at the n-th line of the code that writes files, n = 1,
-    4, 7, ... python tests/kill_training.py FOLDER some-lines    # n = 1, 38, 75, ...
+    python tests/kill_training.py FOLDER HOW
 
-Each child is forked from this process, which has imported everything and computed nothing: a child
-is there at once. Prints how many children were killed. FOLDER then holds a run as if nothing had
-happened.
+where HOW is
+
+    never        to have a run to compare the others with
+    random       after a random time
+    lines        at the n-th line of the code that writes files, n = 1, 4, 7, ...
+    some-lines   at the n-th line, n = 1, 38, 75, ...
+
+Each child is forked from this process, which has imported everything and computed nothing: it is
+there at once. Prints how many were killed. FOLDER then holds a run as if nothing had happened.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Training in two processes, gloo on CPUs, started by torchrun: the same curve as in one, exact to
-go on with."""
+go on with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_training import NO_DROPOUT, SAME_CURVE, trainer
-from training import ALONE, fingerprint, losses, run
+from training import (  # noqa: F401 (one_thread is used by being here)
+    ALONE,
+    fingerprint,
+    losses,
+    one_thread,
+    run,
+)
 
 from txl_model.checkpoint import load_model
 from txl_model.log import read_log

@@ -22,7 +22,8 @@ from txl_model.train_config import TrainConfig
 
 def published_rates(config: TrainConfig) -> list[float]:
     """The rate of each update, as the authors' train.py sets it (kimiyoung/transformer-xl,
-    pytorch/train.py)."""
+    pytorch/train.py).
+    """
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(()))], lr=config.lr)
 
     def inv_sqrt(step):

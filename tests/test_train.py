@@ -1,5 +1,6 @@
 """The training loop: the published computation, written out here once more, and what surrounds
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import threading
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training import (
+from training import (  # noqa: F401 (one_thread is used by being here)
     ALONE,
     evaluate,
     fingerprint,
     losses,
     make_trainer,
     model_config,
+    one_thread,
     run,
     text,
     train_config,
@@ -32,14 +34,14 @@ from txl_model.log import Log, plot_log, read_log
 from txl_model.optim import learning_rate
 from txl_model.train import new_model, segment_lengths, train
 
-EXACTLY = dict(rtol=0.0, atol=0.0)
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0}
 QUIET = {"eval_interval": 0, "save_interval": 0}
 
 
 def plain_loop(model_fields=None, average=None, **fields) -> list[float]:
     """Losses of training as train.py of the authors does it, in its order, without anything around
-    it."""
+    it.
+    """
     sizes, config = model_config(**(model_fields or {})), train_config(**fields)
     model = new_model(sizes, config, ALONE)
     if average is not None:
@@ -341,7 +343,8 @@ def test_divergence_without_a_checkpoint(tmp_path):
 
 def test_a_gradient_that_is_no_number_is_divergence_too(tmp_path):
     """The loss of this step is fine; that of the next would not be, and a checkpoint lies between
-    them."""
+    them.
+    """
     trainer = make_trainer(tmp_path, save_interval=1)
     trainer.state.model.softmax.biases[0].register_hook(lambda grad: grad * math.inf)
     with pytest.raises(ValueError, match=r"at step 1 the loss is 2.* norm (inf|nan)"):

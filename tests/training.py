@@ -1,11 +1,14 @@
 """A training run small enough to be made, stopped and made again many times; what the tests of
-training share."""
+training share.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from txl_model import TransformerXL, TransformerXLConfig
@@ -19,6 +22,15 @@ VOCAB = 11
 ALONE = Processes(0, 1, torch.device("cpu"))
 # Of each line of the log; the others tell the time.
 EXACT = ("event", "step", "loss", "bpc", "lr", "grad_norm", "tokens", "best")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """In every module that imports it: with matrices this small, threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def text(length: int = 700, seed: int = 0) -> torch.Tensor:
@@ -53,7 +65,8 @@ def make_trainer(
     out_dir: Path, model: dict | None = None, processes: Processes = ALONE, *, batches=None, **fields: object
 ) -> Trainer:
     """`model` and `fields`: those of the two configs that are not to be as above; `batches`: others
-    to read."""
+    to read.
+    """
     options = {
         name: fields.pop(name) for name in ("on_event", "evaluator", "progress", "corpus") if name in fields
     }
@@ -87,7 +100,8 @@ def losses(out_dir: Path) -> list[float]:
 
 def fingerprint(out_dir: Path) -> dict:
     """All of a run that must not depend on whether it was stopped: its log, and its newest
-    checkpoint to the byte."""
+    checkpoint to the byte.
+    """
     log = [{k: e[k] for k in EXACT if k in e} for e in read_log(out_dir / "log.jsonl")]
     newest = max((out_dir / "checkpoints").glob("step-*"))
     files = json.loads((newest / "manifest.json").read_text())["files"]

@@ -176,13 +176,16 @@ class Checkpoints:
             raise ValueError(f"{'; '.join(problems)}; no other is left")
         return None
 
-    def set_aside_after(self, step: int) -> None:
-        """Rename those, all damaged, that are newer than the one a run goes on from."""
+    def tidy(self, step: int) -> None:
+        """Before a run goes on from `step`: rename those that are newer, all damaged, and delete
+        what a kill kept from being deleted.
+        """
         for folder in self.all():
             if self.step(folder) > step:
                 aside = folder.with_name(f"damaged-{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
+        self._prune()
 
     def save(
         self,
@@ -227,11 +230,15 @@ class Checkpoints:
             kept = f"; {before[-1].name} is there still" if before else ""
             raise OSError(f"cannot save the checkpoint {final}: {reason(error)}{kept}") from error
         if processes.first:
-            for old in self.all()[: -self.keep]:
-                # Renamed first: half a checkpoint must not look like one.
-                old.rename(old.with_name(f".deleting-{old.name}"))
-            self._sweep()
+            self._prune()
         return final
+
+    def _prune(self) -> None:
+        """Delete the oldest beyond `keep`."""
+        for old in self.all()[: -self.keep]:
+            # Renamed first: half a checkpoint must not look like one.
+            old.rename(old.with_name(f".deleting-{old.name}"))
+        self._sweep()
 
     def _sweep(self) -> None:
         """Delete what is to be deleted, and what a kill left of an earlier save."""

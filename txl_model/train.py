@@ -358,7 +358,7 @@ class Trainer:
                         write(scratch / CONFIG, self.state.about)
                 except OSError as error:
                     raise OSError(f"cannot write to {self.out_dir}: {reason(error)}") from error
-                self.checkpoints.set_aside_after(step)
+                self.checkpoints.tidy(step)
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one, or nothing to save yet."""
