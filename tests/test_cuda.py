@@ -31,7 +31,7 @@ from helpers import (
     run,
 )
 
-from txl_kernels import BackendUnavailable, cuda, rel_attention
+from txl_kernels import BackendUnavailable, cuda, registry, rel_attention
 
 sys.path.insert(0, str(TESTS / "cuda_emulation"))
 import build_emulation
@@ -129,6 +129,44 @@ def test_other_dtypes_are_refused():
     q = torch.randn(1, 1, 2, 4, dtype=f32)
     with pytest.raises(BackendUnavailable, match=r"needs one of torch.bfloat16, torch.float16"):
         rel_attention(q, q, q, q[0], backend="cuda")
+
+
+@emulated
+def test_a_head_that_needs_more_shared_memory_than_the_gpu_has(monkeypatch):
+    """sm_86, sm_89 and sm_120 have 99 KiB in a block: enough up to D 128."""
+    monkeypatch.setattr(cuda, "_shared_bytes", lambda device: 99 * 1024)
+    wide, narrow = (torch.randn(1, 1, 2, D, dtype=bf16) for D in (129, 128))
+    with pytest.raises(
+        BackendUnavailable, match=r"D = 129 > 128 needs up to 163 KiB .* has 99 KiB; backend='triton'"
+    ):
+        rel_attention(wide, wide, wide, wide[0], backend="cuda")
+    rel_attention(narrow, narrow, narrow, narrow[0], backend="cuda")
+
+
+@emulated
+def test_backend_none_takes_one_that_has_room(monkeypatch):
+    monkeypatch.setattr(cuda, "_shared_bytes", lambda device: 99 * 1024)
+    monkeypatch.setitem(registry._PREFERENCE, "cpu", ("cuda", "cpu"))
+    device = torch.device("cpu")
+    assert registry.choose(None, device, bf16, 128).NAME == "cuda"
+    assert registry.choose(None, device, bf16, 129).NAME == "cpu"
+
+
+@emulated
+@pytest.mark.parametrize("D", [32, 64, 96, 128, 256])
+def test_kernels_keep_within_the_shared_memory_that_is_asked_for(tmp_path, D):
+    trace = tmp_path / "trace"
+    script = f"""
+import torch, txl_kernels
+k = torch.ones(1, 1, 66, {D}, dtype=torch.bfloat16, requires_grad=True)
+for L in (1, 17):
+    out = txl_kernels.rel_attention(k[:, :, :L], k, k, k[0], backend="cuda")
+    out.sum().backward()
+"""
+    environment = {**os.environ, "TXL_EMULATION_TRACE": str(trace)}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True)
+    most = max(int(line.rsplit("|", 1)[1]) for line in trace.read_text().splitlines())
+    assert most <= (cuda._SHARED_BYTES if D <= cuda._WIDE_HEAD else cuda._WIDE_SHARED_BYTES)
 
 
 @emulated

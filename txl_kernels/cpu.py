@@ -32,8 +32,8 @@ def _load() -> str | None:
     return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear"), _MEND)
 
 
-def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the backend cannot serve tensors of this device, dtype and D; None if it can."""
     if device.type != "cpu":
         return f"it needs tensors on the CPU, q is on {device}"
     if dtype not in DTYPES:

@@ -27,6 +27,9 @@ _DECODE_QUERIES = 16
 # Keys that are worth a program of their own.
 _SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
+# Shared memory of a block, at most: as csrc/cuda/backward.h asserts. Every GPU that is served has the first.
+_SHARED_BYTES = 99 * 1024
+_WIDE_HEAD, _WIDE_SHARED_BYTES = 128, 163 * 1024  # of D beyond 128
 
 _loaded = False
 _reason: str | None = None
@@ -43,8 +46,8 @@ def unavailable() -> str | None:
     return _reason
 
 
-def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the backend cannot serve tensors of this device, dtype and D; None if it can."""
     kind = "cpu" if _EMULATION else "cuda"
     if device.type != kind:
         return f"it needs tensors on {kind}, q is on {device}"
@@ -52,12 +55,28 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs one of {', '.join(map(str, DTYPES))}, q is {dtype}"
     if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
+    if head_dim > _WIDE_HEAD and _shared_bytes(device) < _WIDE_SHARED_BYTES:
+        return (
+            f"D = {head_dim} > {_WIDE_HEAD} needs up to {_WIDE_SHARED_BYTES // 1024} KiB of shared memory in "
+            f"a block, {_name(device)} has {_shared_bytes(device) // 1024} KiB; backend='triton' may serve it"
+        )
     return None
 
 
 def details() -> dict[str, str]:
     """What the kernels were compiled for."""
     return {"targets": torch.ops.txl_kernels.cuda_targets()}
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if _EMULATION:
+        return _WIDE_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+
+
+def _name(device: torch.device) -> str:
+    return "the emulation" if _EMULATION else torch.cuda.get_device_name(device)
 
 
 def _processors(device: torch.device) -> int:

@@ -57,12 +57,14 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *arguments, backend = args
-    return registry.choose(backend, args[0].device, args[0].dtype).forward(*arguments)
+    q = args[0]
+    return registry.choose(backend, q.device, q.dtype, q.shape[-1]).forward(*arguments)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     *arguments, backend = args
-    return registry.choose(backend, args[0].device, args[0].dtype).backward(*arguments)
+    q = args[1]
+    return registry.choose(backend, q.device, q.dtype, q.shape[-1]).backward(*arguments)
 
 
 _lib.impl("rel_attention", _forward, "CompositeExplicitAutograd")

@@ -31,8 +31,8 @@ class Backend(Protocol):
     def unavailable(self) -> str | None:
         """Why the backend cannot run on this machine, and the mend; None if it can."""
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why the backend cannot serve tensors of this device, dtype and D; None if it can."""
 
     def details(self) -> dict[str, str]:
         """For the report: what was built and what is in use."""
@@ -115,8 +115,8 @@ def load(name: str) -> Backend:
     return backend
 
 
-def choose(name: str | None, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend to serve tensors of this device and dtype: `name`, or for None the preferred one."""
+def choose(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend to serve tensors of this device, dtype and D: `name`, or for None the preferred one."""
     problems = []
     for candidate in _PREFERENCE.get(device.type, ()) if name is None else (name,):
         try:
@@ -124,7 +124,7 @@ def choose(name: str | None, device: torch.device, dtype: torch.dtype) -> Backen
         except BackendUnavailable as error:
             problems.append(str(error))
             continue
-        problem = backend.unsupported(device, dtype)
+        problem = backend.unsupported(device, dtype, head_dim)
         if problem is None:
             return backend
         problems.append(f"backend {candidate!r} cannot serve these tensors: {problem}")

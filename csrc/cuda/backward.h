@@ -39,7 +39,7 @@ struct BackwardOf {
                 "every GPU has it");
   static_assert(Dq::kSharedBytes <= 163 * 1024 && DkDv::kSharedBytes <= 163 * 1024 &&
                     Dr::kSharedBytes <= 163 * 1024,
-                "sm_80 has it");
+                "sm_80 has it; txl_kernels/cuda.py refuses GPUs that have less");
 };
 
 template <typename T>

@@ -61,8 +61,8 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot serve tensors of this device and dtype; None if it can."""
+def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the backend cannot serve tensors of this device, dtype and D; None if it can."""
     if INTERPRETED and device.type != "cpu":
         return f"under TRITON_INTERPRET=1 it takes tensors on the CPU, q is on {device}"
     if not INTERPRETED and device.type != "cuda":
