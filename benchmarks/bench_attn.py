@@ -165,13 +165,28 @@ def why(error: Exception) -> str:
 # ---- One problem ---------------------------------------------------------------------------------
 
 
+class Progress(tqdm):
+    """A bar over steps that become known on the way."""
+
+    def __init__(self) -> None:
+        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log needs no more
+        super().__init__(total=0, unit="step", mininterval=every, leave=False, dynamic_ncols=True)
+
+    def expect(self, steps: int) -> None:
+        self.total += steps
+        self.refresh()
+
+    def step(self, text: str) -> None:
+        self.set_description_str(text, refresh=False)
+        self.update()
+
+
 class Bench:
     """Measures problems, one after another, with one progress bar over all of it."""
 
     def __init__(self, ways: list[Way], repeat: int, budget: float, memory: bool):
         self.ways, self.repeat, self.budget, self.memory = ways, repeat, budget, memory
-        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log needs no more
-        self.bar = tqdm(total=0, unit="step", mininterval=every, leave=False, dynamic_ncols=True)
+        self.bar = Progress()
         self._built: dict[str, Attend] = {}
 
     def run(self, problem: Problem, passes: Iterable[str]) -> list[Result]:
@@ -195,19 +210,19 @@ class Bench:
 
         rows = [Row(way.name, way.ours) for way in self.ways]
         tasks = {"": yardstick}
-        self._expect(len(rows))
+        self.bar.expect(len(rows))
         for way, row in zip(self.ways, rows, strict=True):
-            self._step(f"{which}: checking {way.name}")
+            self.bar.step(f"{which}: checking {way.name}")
             row.reason = refusal(way, problem, which, gemm_rate, self.budget)
             if row.reason is None and (task := self._checked_task(way, row, truth, sets)):
                 tasks[way.name] = task
 
-        self._expect(self.repeat * len(tasks))
+        self.bar.expect(self.repeat * len(tasks))
         samples = measure.interleave(
             tasks,
             self.repeat,
             self.budget,
-            lambda name: self._step(f"{which}: timing {name or 'the machine'}"),
+            lambda name: self.bar.step(f"{which}: timing {name or 'the machine'}"),
         )
         rate = per_call / measure.median(samples.pop(""))
         for way, row in zip(self.ways, rows, strict=True):
@@ -246,21 +261,13 @@ class Bench:
     def _measure_memory(self, results: list[Result]) -> None:
         """Adds `extra_bytes` to every row that was timed. One process per way covers its passes."""
         problem = results[0].problem
-        self._expect(len(self.ways))
+        self.bar.expect(len(self.ways))
         for way in self.ways:
-            self._step(f"memory of {way.name}")
+            self.bar.step(f"memory of {way.name}")
             rows = {r.which: row for r in results for row in r.rows if row.way == way.name and row.seconds}
             if rows:
                 for which, extra in extra_memory(way, problem, list(rows)).items():
                     rows[which].extra_bytes = extra
-
-    def _expect(self, steps: int) -> None:
-        self.bar.total += steps
-        self.bar.refresh()
-
-    def _step(self, text: str) -> None:
-        self.bar.set_description_str(text, refresh=False)
-        self.bar.update()
 
 
 def _fill(row: Row, way: Way, problem: Problem, which: str, samples: list[float], rate: float) -> None:
@@ -409,12 +416,12 @@ def write_json(path: Path, args: argparse.Namespace, results: list[Result], abou
         "arguments": {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
         },
-        "results": [asdict(result, dict_factory=_finite) for result in results],
+        "results": [asdict(result, dict_factory=finite) for result in results],
     }
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON has no infinity; the error of a row with NaN is one."""
     return {name: None if value == math.inf else value for name, value in items}
 
@@ -470,7 +477,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Time relative attention by our backends and by every way PyTorch has, each checked.",
         epilog="Example: python benchmarks/bench_attn.py --sweep 475 950 1900 3800 --plot attention.png",
     )
-    whole = _positive(int)
+    whole = positive(int)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--klen", type=whole, help=f"keys: memory and segment ({_default('klen')})")
     parser.add_argument("--qlen", type=whole, help="queries, at most klen (half of klen; decode: 1)")
@@ -504,7 +511,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=whole, default=7, help="samples; the median is reported (7)")
     parser.add_argument(
         "--budget",
-        type=_positive(float),
+        type=positive(float),
         default=6.0,
         help="seconds after which a way gets no more than three (6)",
     )
@@ -561,7 +568,9 @@ def _default(name: str) -> str:
     return str(values[0]) if len(set(values)) == 1 else "{}; on a GPU {}".format(*values)
 
 
-def _positive(number: type) -> Any:
+def positive(number: type) -> Any:
+    """What argparse makes of a text: a number above 0."""
+
     def convert(text: str) -> Any:
         value = number(text)
         if value <= 0:

@@ -17,32 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import linear, rel_attention
+from txl_kernels import rel_attention
 from txl_model.config import TransformerXLConfig
+from txl_model.layers import Dropout, Linear
 from txl_model.memory import KeyValues
-
-
-class Dropout(nn.Module):
-    """Dropout of [B, T, d]; `variational`: the same units at every time step (Gal and Ghahramani, 2016)."""
-
-    def __init__(self, p: float, variational: bool = False) -> None:
-        super().__init__()
-        self.p, self.variational = p, variational
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.variational:
-            return F.dropout(x, self.p, self.training)
-        return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.p, self.training)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}" + (", variational" if self.variational else "")
-
-
-class Linear(nn.Linear):
-    """torch's, and as fast as memory where a few tokens are read at a time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 class Sight(NamedTuple):

@@ -191,6 +191,9 @@ class HiddenMemory(Memory):
         n_old = min(self.length, self.mem_len - n_new)
         hidden = tuple(
             torch.cat([old[:, self.length - n_old :], new.detach()[:, n_read - n_new : n_read]], dim=1)
+            # All of the segment and nothing else: the layer's input itself, which exists anyway.
+            if n_old or n_new < new.shape[1]
+            else new.detach()
             for old, new in zip(self.hidden, inputs, strict=True)
         )
         return replace(self, start=_moved(self.start, self.length + n_read - n_old - n_new), hidden=hidden)
@@ -262,8 +265,8 @@ class KeyValueMemory(Memory):
     """Each layer's keys and values, for reading without gradients while the weights stay as they are.
 
     The same numbers as with hidden states, but nothing is projected twice. The buffers have room
-    for half as much again as is remembered; once full, what is still remembered moves to new ones,
-    so that a step copies no memory.
+    for twice what is remembered; once full, what is still remembered moves to new ones, so that a
+    step copies no memory.
     """
 
     store: _Store
@@ -287,7 +290,7 @@ class KeyValueMemory(Memory):
     def open(self, n_token: int) -> list[KeyValues]:
         memory = self
         if self.store.filled != self.end or self.end + n_token > self.store.capacity:
-            memory = self._copy(self.mem_len + max(n_token, self.mem_len // 2))
+            memory = self._copy(self.mem_len + max(n_token, self.mem_len))
         reading = self.reading
         n_rows = reading.n_rows(self.length + n_token)
         # Of all layers: a forward pass that was interrupted has left some behind.

@@ -7,6 +7,7 @@ N rows of positions, furthest distance first.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl_model.attention import ATTENTION, Dropout, Linear, Sight
+from txl_model.attention import ATTENTION, Sight
 from txl_model.config import TransformerXLConfig
+from txl_model.layers import Dropout, Linear, ReluDropout
 from txl_model.memory import HiddenMemory, KeyValueMemory, KeyValues, Memory, Reading
 from txl_model.positions import last_rows, position_embedding
 
@@ -29,13 +31,13 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
-        self.net = nn.Sequential(
-            Linear(config.d_model, config.d_inner),
-            nn.ReLU(),
-            Dropout(config.dropout, config.variational),
-            Linear(config.d_inner, config.d_model),
-            Dropout(config.dropout, config.variational),
-        )
+        layers: dict[str, nn.Module] = {
+            "0": Linear(config.d_model, config.d_inner),
+            "1": ReluDropout(config.dropout, config.variational),  # in one, for two in the published code
+            "3": Linear(config.d_inner, config.d_model),
+            "4": Dropout(config.dropout, config.variational),
+        }
+        self.net = nn.Sequential(OrderedDict(layers))
         self.layer_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, h: Tensor) -> Tensor:

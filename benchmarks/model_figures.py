@@ -1,0 +1,181 @@
+"""What bench_model.py and bench_eval.py share: the model's sizes, figures and targets, table, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from bench_attn import Progress, describe, finite, positive
+from measure import Task
+
+from txl_model import TransformerXLConfig
+
+# The published model the targets are meant for: 12 layers, d 512, 8 heads of 64, d_inner 2048, 204 symbols.
+PRESET = "enwik8-base"
+SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "vocab_size")
+
+TOLERANCE = 1e-4  # largest difference of log-probabilities that is rounding and no mistake
+
+
+@dataclass
+class Figure:
+    """Ours and a rival side by side, and how many times as much the rival takes. `reason`: why not."""
+
+    name: str
+    unit: str  # of ours and rival
+    target: float | None = None  # the ratio to reach; None: there is none at these sizes
+    ours: float | None = None
+    rival: float | None = None
+    rival_is: str = ""
+    error: float | None = None  # largest difference of the two sides' log-probabilities
+    reason: str | None = None
+    remark: str = ""
+    samples: dict[str, list[float]] | None = None  # seconds
+
+    def fill(self, samples: dict[str, list[float]]) -> None:
+        """Medians of samples in seconds, as milliseconds. The target is for the first rival."""
+        medians = {name: measure.median(taken) * 1e3 for name, taken in samples.items()}
+        self.samples, self.ours = samples, medians.pop("ours")
+        if medians:
+            self.rival_is, *others = medians
+            self.rival = medians[self.rival_is]
+            beside = [f"{name} {medians[name]:,.4g} ms: {medians[name] / self.ours:.4g}x" for name in others]
+            self.remark = "; ".join(filter(None, (*beside, self.remark)))
+
+    @property
+    def wrong(self) -> bool:
+        return self.error is not None and not self.error <= TOLERANCE
+
+    @property
+    def ratio(self) -> float | None:
+        """Refused where the two sides do not compute the same."""
+        return None if self.wrong or not self.ours or self.rival is None else self.rival / self.ours
+
+    @property
+    def verdict(self) -> str:
+        if self.wrong:
+            return f"WRONG: log-probabilities differ by {self.error:.1e}, allowed is {TOLERANCE:.0e}"
+        if self.reason is not None or self.ratio is None:
+            return self.reason or "no figure"
+        if self.target is None:
+            return "no target at these sizes"
+        return "pass" if self.ratio >= self.target else "MISSED"
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict.startswith(("WRONG", "MISSED"))
+
+
+def table(figures: list[Figure], titles: tuple[str, str]) -> str:
+    """Figures as lines to read; `titles` are those of ours and of the rival."""
+    heads = ("", *titles, "ratio", "target", "")
+    rows = [heads]
+    for f in figures:
+        ratio = "" if f.ratio is None else f"{f.ratio:,.4g}x"
+        target = "" if f.target is None else f"{f.target:,g}x"
+        notes = "; ".join(filter(None, (f.rival_is if f.ratio else "", f.remark)))
+        verdict = f"{f.verdict} ({notes})" if notes else f.verdict
+        rows.append((f.name, _value(f.ours, f.unit), _value(f.rival, f.unit), ratio, target, verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells, verdict in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True)]
+        lines.append("  ".join((name.ljust(widths[0]), *padded, verdict)).rstrip())
+    return "\n".join(lines)
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2}f} {unit}"
+
+
+def race(
+    tasks: dict[str, Task], args: argparse.Namespace, progress: Progress, what: str
+) -> dict[str, list[float]]:
+    """Seconds of every task, sampled in turns."""
+    progress.expect(args.repeat * len(tasks))
+    return measure.interleave(
+        tasks, args.repeat, args.budget, lambda name: progress.step(f"{what}: timing {name}")
+    )
+
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the options both benchmarks have."""
+    it = argparse.ArgumentParser(description=description)
+    whole = positive(int)
+    defaults = TransformerXLConfig.preset(PRESET)
+    help_of = {field.name: field.metadata["help"] for field in fields(TransformerXLConfig)}
+    for name in SIZES:
+        default = getattr(defaults, name)
+        it.add_argument(
+            f"--{name.replace('_', '-')}", type=whole, default=default, help=f"{help_of[name]} ({default})"
+        )
+    it.add_argument(
+        "--shorten", type=whole, default=1, metavar="N", help="divide all lengths by N, for a trial (1)"
+    )
+    it.add_argument("--repeat", type=whole, default=7, help="samples; medians count (7)")
+    it.add_argument(
+        "--budget",
+        type=positive(float),
+        default=12.0,
+        help="seconds after which three samples are enough (12)",
+    )
+    it.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
+    it.add_argument("--json", type=Path, metavar="PATH", help="write all that was measured, and the machine")
+    return it
+
+
+def parse(it: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    args = it.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
+    if args.json is not None and not os.access(args.json.absolute().parent, os.W_OK):
+        it.error(f"--json: cannot write to {args.json.absolute().parent}")  # now, and not after all the work
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def config(args: argparse.Namespace, **overrides: Any) -> TransformerXLConfig:
+    """The published model, in the sizes of the command line."""
+    return TransformerXLConfig.preset(PRESET, **{name: getattr(args, name) for name in SIZES}, **overrides)
+
+
+def published_sizes(args: argparse.Namespace) -> bool:
+    """Whether these are the sizes that the targets are meant for."""
+    defaults = TransformerXLConfig.preset(PRESET)
+    return args.shorten == 1 and all(getattr(args, name) == getattr(defaults, name) for name in SIZES)
+
+
+def report(
+    args: argparse.Namespace, measured: Callable[[Progress], list[Figure]], titles: tuple[str, str]
+) -> int:
+    """Print machine and figures, write the JSON. The exit status: 1 if a figure is wrong or missed."""
+    about = describe("cpu")
+    level = about["backends"].get("cpu", {}).get("level", "not built")
+    sizes = ", ".join(f"{name} {getattr(args, name)}" for name in SIZES)
+    print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, cpu kernels: {level}")
+    print(f"{sizes}, batch 1, float32", flush=True)
+    progress = Progress()
+    try:
+        figures = measured(progress)
+    finally:
+        progress.close()
+    print("\n" + table(figures, titles))
+    if args.json:
+        lines = [asdict(f, dict_factory=finite) | {"ratio": f.ratio, "verdict": f.verdict} for f in figures]
+        arguments = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
+        content = {"machine": about, "arguments": arguments, "figures": lines}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if any(figure.failed for figure in figures) else 0

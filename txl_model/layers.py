@@ -1,0 +1,61 @@
+"""Layers that attention and feed-forward share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from txl_kernels import linear
+
+
+class Linear(nn.Linear):
+    """torch's, and as fast as memory where a few tokens are read at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Dropout(nn.Module):
+    """Dropout of [B, T, d]; `variational`: the same units at every time step (Gal and Ghahramani, 2016)."""
+
+    def __init__(self, p: float, variational: bool = False) -> None:
+        super().__init__()
+        self.p, self.variational = p, variational
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        return x * self._mask(x) if self.variational else F.dropout(x, self.p)
+
+    def _mask(self, x: Tensor) -> Tensor:
+        return F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (", variational" if self.variational else "")
+
+
+class ReluDropout(Dropout):
+    """ReLU, then dropout. Its result alone says what backward needs: no mask and no input is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x.relu()
+        return _ReluDropout.apply(x, self.p, self._mask(x) if self.variational else None)
+
+
+class _ReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, mask: Tensor | None) -> Tensor:
+        y = F.dropout(x.relu(), p) if mask is None else x.relu() * mask
+        ctx.save_for_backward(y)
+        ctx.scale = 1 / (1 - p) if p < 1 else 0.0
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (y,) = ctx.saved_tensors
+        return torch.where(y > 0, dy * ctx.scale, 0.0), None, None
