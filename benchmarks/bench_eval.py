@@ -84,7 +84,8 @@ class Bench:
         vanilla = Vanilla(self.vanilla, length)
         self.progress.expect(2)
         self.progress.step(f"{figure.name}: comparing")
-        figure.error = max(self._error_of(vanilla, length), self._error_of_ours(work))
+        worst = max(self._error_of(vanilla, length), self._error_of_ours(work))
+        figure.errors = {"log-probabilities": worst}
         if figure.wrong:
             return figure
 

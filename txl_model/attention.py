@@ -63,12 +63,12 @@ class Attention(nn.Module):
         """
         if isinstance(past, Tensor):
             # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
-            context = torch.cat([past, h], dim=1)
-            if self.pre_lnorm:
-                context = self.layer_norm(context)
+            # And it wants no gradient: projected by itself, backward computes none.
+            remembered, h_in = (self.layer_norm(past), self.layer_norm(h)) if self.pre_lnorm else (past, h)
             w_q, w_kv = self.qkv_net.weight.tensor_split([self.n_head * self.d_head])
-            q = self._heads(F.linear(context[:, past.shape[1] :], w_q))
-            k, v = (self._heads(x) for x in F.linear(context, w_kv).chunk(2, dim=-1))
+            kv = torch.cat([F.linear(remembered, w_kv), F.linear(h_in, w_kv)], dim=1)
+            k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
+            q = self._heads(F.linear(h_in, w_q))
             r = self.rows(positions)
         else:
             q, k, v = self.project(h)
