@@ -24,12 +24,22 @@ def _bounds(config: TransformerXLConfig) -> list[tuple[int, int]]:
     return list(zip((0, *config.cutoffs), ends, strict=True))
 
 
+def _widths(config: TransformerXLConfig) -> list[int]:
+    """Width of the embeddings of the shortlist and of each cluster."""
+    return [config.d_embed // config.div_val**i for i in range(len(config.cutoffs) + 1)]
+
+
+def _projected(config: TransformerXLConfig) -> bool:
+    """As published, div_val > 1 projects the shortlist too, though it may be d_model wide already."""
+    return config.div_val > 1 or config.d_embed != config.d_model
+
+
 def _table_shapes(config: TransformerXLConfig) -> list[tuple[int, int]]:
     """[rows, width] of each embedding table: one for all where all are equally wide."""
     if config.div_val == 1:
         return [(config.vocab_size, config.d_embed)]
     return [
-        (end - first, config.d_embed // config.div_val**i) for i, (first, end) in enumerate(_bounds(config))
+        (end - first, width) for (first, end), width in zip(_bounds(config), _widths(config), strict=True)
     ]
 
 
@@ -46,8 +56,7 @@ class AdaptiveEmbedding(nn.Module):
         self.d_model = config.d_model
         shapes = _table_shapes(config)
         self.tables = nn.ParameterList(_normal(*shape, std=config.init_std) for shape in shapes)
-        # As published, div_val > 1 projects the shortlist too, though it may be d_model wide already.
-        projected = config.div_val > 1 or config.d_embed != config.d_model
+        projected = _projected(config)
         self.projs = nn.ParameterList(
             _normal(config.d_model, width, std=config.proj_init_std) for _, width in shapes if projected
         )
@@ -86,17 +95,15 @@ class AdaptiveSoftmax(nn.Module):
         own = [] if config.tie_weight else shapes
         self.tables = nn.ParameterList(_normal(*shape, std=config.init_std) for shape in own)
         self.biases = nn.ParameterList(torch.zeros(rows) for rows, _ in shapes)
+        self.projected = _projected(config)
         # As published: a projection for each cluster even where one table serves them all.
-        projected = config.div_val > 1 or config.d_embed != config.d_model
-        widths = [config.d_embed // config.div_val**i for i in range(len(self.bounds))]
         self.projs = nn.ParameterDict(
             {
                 str(i): _normal(config.d_model, width, std=config.proj_init_std)
-                for i, (width, tied) in enumerate(zip(widths, config.tie_projs, strict=True))
-                if projected and not tied
+                for i, (width, tied) in enumerate(zip(_widths(config), config.tie_projs, strict=True))
+                if self.projected and not tied
             }
         )
-        self.projected = projected
         n_cluster = len(config.cutoffs)
         if n_cluster:
             self.cluster_weight = _normal(n_cluster, config.d_embed, std=config.init_std)

@@ -110,6 +110,16 @@ class TransformerXLConfig(Fields):
         """Distances that the learned tables (attn_type 1 and 3) have rows for."""
         return self.tgt_len + self.mem_len
 
+    @property
+    def relative(self) -> bool:
+        """Whether attention knows distances; otherwise positions are added to the hidden states."""
+        return self.attn_type in (0, 1)
+
+    @property
+    def d_key(self) -> int:
+        """Width of a head's keys and values: attn_type 1 has one more for its bias."""
+        return self.d_head + (self.attn_type == 1)
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> TransformerXLConfig:
         """A published configuration ("enwik8-base", ...: `txl_model.presets`), with some fields changed."""

@@ -203,7 +203,8 @@ def evaluate_lengths(
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """No dropout for a while; afterwards every module is in the mode it was in."""
     in_training = [module for module in model.modules() if module.training]
-    model.eval()
+    if in_training:  # generation asks at every token
+        model.eval()
     try:
         yield
     finally:

@@ -16,11 +16,15 @@ def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
 
 
 class Fields:
-    """Base of the configurations, which are dataclasses. Values are checked against the fields' types."""
+    """Base of the configurations, which are dataclasses. Values are checked against types and choices."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            setattr(self, f.name, _as(str(f.type), f.name, getattr(self, f.name)))
+            value = _as(str(f.type), f.name, getattr(self, f.name))
+            choices = f.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+            setattr(self, f.name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` makes this configuration of again; JSON can hold it."""

@@ -160,15 +160,13 @@ class TransformerXL(nn.Module):
             raise ValueError(f"clamp_len must be -1 (off) or a distance, got {clamp_len}")
         if same_length and mem_len + config.same_length_extra == 0:
             raise ValueError("same_length needs mem_len >= 1: with 0 no query may see even itself")
-        relative = config.attn_type in (0, 1)
         if kind is None:
-            kind = "kv" if relative and not self.training and not torch.is_grad_enabled() else "hidden"
-        elif kind == "kv" and not relative:
+            kind = "kv" if config.relative and not self.training and not torch.is_grad_enabled() else "hidden"
+        elif kind == "kv" and not config.relative:
             raise ValueError(f"attn_type {config.attn_type} has absolute positions, which need kind='hidden'")
         elif kind not in ("hidden", "kv"):
             raise ValueError(f"kind must be 'hidden', 'kv' or None, got {kind!r}")
 
-        d_key = config.d_head + (config.attn_type == 1)
         reading = Reading(
             mem_len,
             clamp_len,
@@ -177,7 +175,7 @@ class TransformerXL(nn.Module):
             config.n_layer,
             config.d_model,
             config.n_head,
-            d_key,
+            config.d_key,
         )
         weight = self.softmax.biases[0]
         length = mem_len if config.zero_memory else 0
@@ -187,7 +185,7 @@ class TransformerXL(nn.Module):
             zeros = [torch.zeros(shape, **like) for _ in range(config.n_layer)]
             return HiddenMemory.of(reading, batch_size, None, zeros)
         if not length:
-            nothing = torch.empty(2, batch_size, config.n_head, 0, d_key, device=weight.device)
+            nothing = torch.empty(2, batch_size, config.n_head, 0, config.d_key, device=weight.device)
             return KeyValueMemory.of(reading, batch_size, None, [nothing] * config.n_layer)
         zero = torch.zeros(1, 1, config.d_model, device=weight.device, dtype=weight.dtype)
         blocks = cast("list[Block]", self.blocks)
@@ -240,7 +238,7 @@ class TransformerXL(nn.Module):
             sinusoid = nn.functional.dropout(sinusoid, config.dropout, self.training)
         window = memory.mem_len - 1 + config.same_length_extra
         sight = Sight(
-            n_rows=reading.n_rows(klen) if config.attn_type in (0, 1) else 1,
+            n_rows=reading.n_rows(klen) if config.relative else 1,
             window_size=(window, 0) if reading.same_length else (-1, -1),
             key_range=memory.key_range(n_token),
             backend=self.backend,
@@ -323,7 +321,7 @@ class TransformerXL(nn.Module):
                 f"memory must come from new_memory or a forward pass, got {type(memory).__name__}"
             )
         config, reading = self.config, memory.reading
-        expected = (config.n_layer, config.d_model, config.n_head, config.d_head + (config.attn_type == 1))
+        expected = (config.n_layer, config.d_model, config.n_head, config.d_key)
         got = (reading.n_layer, reading.d_model, reading.n_head, reading.d_key)
         if got != expected or memory.batch_size != batch_size:
             raise ValueError(
@@ -331,7 +329,7 @@ class TransformerXL(nn.Module):
                 f"and batch {memory.batch_size}; the model and input_ids need {expected} "
                 f"and batch {batch_size}"
             )
-        if isinstance(memory, KeyValueMemory) and config.attn_type not in (0, 1):
+        if isinstance(memory, KeyValueMemory) and not config.relative:
             raise ValueError("memory is of a model with relative positions; this one's are absolute")
         if isinstance(memory, KeyValueMemory) and (self.training or torch.is_grad_enabled()):
             raise ValueError(

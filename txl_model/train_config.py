@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from txl_model.fields import Fields, option
@@ -76,11 +76,6 @@ class TrainConfig(Fields):
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.lr <= 0:
             raise ValueError(f"lr must be greater than 0, got {self.lr}")
-        for field_ in fields(self):
-            choices = field_.metadata.get("choices")
-            if choices and getattr(self, field_.name) not in choices:
-                got = getattr(self, field_.name)
-                raise ValueError(f"{field_.name} must be one of {', '.join(choices)}, got {got!r}")
         if self.half_loss and self.ext_len:
             raise ValueError("half_loss sets ext_len to half of tgt_len: leave ext_len out")
         if self.half_loss and self.tgt_len == 1:
