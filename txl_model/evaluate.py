@@ -22,9 +22,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from txl_model.data.batches import NOT_SCORED
 from txl_model.model import TransformerXL
-
-UNSCORED = -100  # the label that the model's losses leave out
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def evaluate(
             input_ids = inputs[place].long().to(device, non_blocking=True)
             targets = None
             if scored.any():
-                targets = labels[place].long().where(scored, UNSCORED).to(device, non_blocking=True)
+                targets = labels[place].long().where(scored, NOT_SCORED).to(device, non_blocking=True)
             out = model(input_ids, memory, targets)
             if targets is not None:
                 total += out.token_losses.sum(dtype=torch.float64)

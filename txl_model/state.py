@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl_model.checkpoint import AVERAGE, CONFIG, WEIGHTS, load_weights, read_json, read_tensors
+from txl_model.data.batches import Batches
 from txl_model.distributed import Processes, sharded_like, whole
 from txl_model.memory import Memory
 from txl_model.model import TransformerXL
@@ -34,20 +34,6 @@ FIXED = (
 )
 # And of the model's, which matter all, but for these.
 FREE_IN_MODEL = ("dropout", "dropatt", "init_std", "proj_init_std")
-
-
-class Batches(Protocol):
-    """What training reads: this process's rows, segment after segment, for ever
-    (`txl_model.data`).
-    """
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state(self) -> dict[str, Any]:
-        """Where the next segment begins, for JSON."""
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
 
 
 @dataclass

@@ -26,10 +26,11 @@ from tqdm import tqdm
 
 from txl_model.checkpoint import CONFIG, Checkpoints, load_weights, reason, replacing, save_model, write
 from txl_model.config import TransformerXLConfig
+from txl_model.data.batches import Batches
 from txl_model.distributed import Processes, accumulating, parallelize, whole
 from txl_model.log import Log, figures
 from txl_model.model import TransformerXL
-from txl_model.state import Batches, TrainState
+from txl_model.state import TrainState
 from txl_model.train_config import TrainConfig
 
 if TYPE_CHECKING:
