@@ -69,13 +69,19 @@ class Attention(nn.Module):
             kv = torch.cat([F.linear(remembered, w_kv), F.linear(h_in, w_kv)], dim=1)
             k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
             q = self._heads(F.linear(h_in, w_q))
-            r = self.rows(positions)
+            out = self._attend(q, k, v, self.rows(positions), biases, sight)
         else:
-            q, k, v = self.project(h)
-            k, v = past.append(k, v)
-            r = past.rows(lambda: self.rows(positions))[:, -sight.n_rows :]
+            out = self._attend_remembered(*self.project(h), past, positions, biases, sight)
+        out = out[..., : self.d_head].transpose(1, 2).flatten(2)
+        out = h + self.drop(self.o_net(out))
+        return out if self.pre_lnorm else self.layer_norm(out)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, biases: tuple[Tensor, ...], sight: Sight
+    ) -> Tensor:
+        """q [B, H, T, D], k and v [B, H, K, D], r [H, N, D] -> [B, H, T, D]."""
         bias_u, bias_v = self.query_biases(biases)
-        out = rel_attention(
+        return rel_attention(
             q,
             k,
             v,
@@ -88,9 +94,24 @@ class Attention(nn.Module):
             dropout_p=self.dropatt if self.training else 0.0,
             backend=sight.backend,
         )
-        out = out[..., : self.d_head].transpose(1, 2).flatten(2)
-        out = h + self.drop(self.o_net(out))
-        return out if self.pre_lnorm else self.layer_norm(out)
+
+    # Where in the store a layer is and how far it is filled changes from step to step: a compiler that saw
+    # it would compile for each.
+    @torch.compiler.disable
+    def _attend_remembered(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: KeyValues,
+        positions: tuple[Tensor, ...],
+        biases: tuple[Tensor, ...],
+        sight: Sight,
+    ) -> Tensor:
+        """`_attend` to what is remembered and to k and v [B, H, T, D] of this segment, which join it."""
+        k, v = past.append(k, v)
+        r = past.rows(lambda: self.rows(positions))[:, -sight.n_rows :]
+        return self._attend(q, k, v, r, biases, sight)
 
     def project(self, h: Tensor) -> tuple[Tensor, ...]:
         """[B, T, d_model] -> q, k, v [B, H, T, D]."""

@@ -238,8 +238,6 @@ class KeyValues:
     end: int
     n_project: int  # positions to make `rows` of; 0: they are there
 
-    # A compiled block knows neither its layer nor where in the store it is, or it would be compiled for each.
-    @torch.compiler.disable
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, H, T, D] of this segment -> those of memory and segment, [B, H, K, D], views."""
         buffer, end = self.store.keys_values[self.layer], self.end + k.shape[2]
@@ -250,7 +248,6 @@ class KeyValues:
         buffer[1, :, :, self.end : end] = v
         return buffer[0, :, :, self.begin : end], buffer[1, :, :, self.begin : end]
 
-    @torch.compiler.disable
     def rows(self, project: Callable[[], Tensor]) -> Tensor:
         """r [H, N, D] by `project`, once and for all: the weights do not move."""
         if self.n_project:
