@@ -23,6 +23,7 @@ from measure import Task
 from model_figures import Figure
 from torch import Tensor
 
+from txl_kernels import linear
 from txl_model import TransformerXL
 from txl_model.attention import Attention
 from txl_model.positions import position_embedding
@@ -53,8 +54,8 @@ class Vanilla:
             h = block.ff(self._attended(block.attn, h, q, k, v))
         attn = last.attn
         w_q, w_kv = attn.qkv_net.weight.tensor_split([attn.n_head * attn.d_head])
-        q = attn._heads(F.linear(h[:, -1:], w_q))
-        k, v = (attn._heads(x) for x in F.linear(h, w_kv).chunk(2, dim=-1))
+        q = attn._heads(linear(h[:, -1:], w_q))
+        k, v = (attn._heads(x) for x in linear(h, w_kv).chunk(2, dim=-1))
         h = last.ff(self._attended(attn, h[:, -1:], q, k, v))
         return model.softmax.logits(h[0, 0], model.word_emb).log_softmax(-1)
 

@@ -1,4 +1,4 @@
-"""`txl_kernels.linear`: the kernel for few rows, and torch's function where it does not serve."""
+"""`txl_kernels.linear`: the kernel for few rows, oneDNN's for more, and torch's where neither serves."""
 
 from __future__ import annotations
 
@@ -68,11 +68,62 @@ def test_strides_and_shapes(kernel_calls):
     assert len(kernel_calls) == 4
 
 
+@pytest.mark.parametrize("depth, outputs", [(1, 1), (16, 7), (41, 131), (512, 64)])
+@pytest.mark.parametrize("rows", [FEW_ROWS + 1, 33])
+@pytest.mark.parametrize("dtype", cpu.DTYPES)
+def test_many_rows(rows, outputs, depth, dtype, kernel_calls):
+    helpers.check_linear(rows, outputs, depth, dtype)
+    assert not kernel_calls
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 16), (16, 9), (1, 1, 16)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients(shape, with_bias, transposed):
+    """Those of torch's own function in float64, with weights either way round."""
+    x = torch.randn(shape) if shape != (16, 9) else torch.randn(shape).T
+    weight = torch.randn(16, 7).T if transposed else torch.randn(7, 16)
+    bias = torch.randn(7) if with_bias else None
+    dy = torch.randn(*x.shape[:-1], 7)
+
+    def gradients(function, cast):
+        inputs = [cast(t.detach()).requires_grad_() for t in (x, weight, bias) if t is not None]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, cast(dy))]
+
+    # `+ 0` keeps the strides.
+    for got, want in zip(
+        gradients(linear, lambda t: t + 0), gradients(F.linear, torch.Tensor.double), strict=True
+    ):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_some_and_of_a_sum():
+    """No gradient for what wants none; a gradient of stride 0, as `sum` hands back."""
+    x, weight, bias = torch.randn(6, 16), torch.randn(7, 16), torch.randn(7)
+    for wanted in (x, weight, bias):
+        wanted.requires_grad_()
+        linear(x, weight, bias).sum().backward()
+        want = {id(x): weight.sum(0).expand(6, 16), id(weight): x.sum(0).expand(7, 16)}
+        torch.testing.assert_close(wanted.grad, want.get(id(wanted), torch.full((7,), 6.0)))
+        wanted.requires_grad_(False)
+        assert [t.grad is not None for t in (x, weight, bias)].count(True) == 1
+        wanted.grad = None
+
+
+def test_second_gradients():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+
+    def twice(function):
+        (dx,) = torch.autograd.grad(function(x, weight).pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.pow(2).sum(), (x, weight))
+
+    torch.testing.assert_close(twice(linear), twice(F.linear), rtol=1e-4, atol=1e-3)
+
+
 def test_torch_serves_the_rest(kernel_calls):
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
-    linear(x, weight.requires_grad_()).sum().backward()
-    assert weight.grad is not None
-    weight = weight.detach()
     with torch.no_grad():
         linear(torch.randn(FEW_ROWS + 1, 8), weight)
         linear(torch.randn(0, 8), weight)
@@ -83,9 +134,21 @@ def test_torch_serves_the_rest(kernel_calls):
         with torch.device("meta"):
             assert linear(torch.empty(2, 8), torch.empty(3, 8)).shape == (2, 3)
         assert not kernel_calls
-        with pytest.raises(RuntimeError):
-            linear(x, torch.randn(3, 9))
-        with pytest.raises(RuntimeError):
-            linear(x, weight, torch.randn(4))
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
     assert txl_kernels.linear is linear
+
+
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_does_not_go_together(rows, gradients, kernel_calls):
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8, requires_grad=gradients)
+    with torch.set_grad_enabled(gradients):
+        for others in (
+            [torch.randn(3, 9)],
+            [weight, torch.randn(4)],
+            [weight.double()],
+            [weight[None, None]],
+        ):
+            with pytest.raises(RuntimeError):
+                linear(x, *others)
+    assert not kernel_calls

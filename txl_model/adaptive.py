@@ -67,12 +67,12 @@ class AdaptiveEmbedding(nn.Module):
         dtype = self.tables[0].dtype
         if len(self.tables) == 1:
             embedded = F.embedding(input_ids, self.tables[0])
-            return F.linear(embedded, self.projs[0]).to(dtype) if len(self.projs) else embedded
+            return linear(embedded, self.projs[0]).to(dtype) if len(self.projs) else embedded
         flat = input_ids.flatten()
         out = None
         for table, proj, (first, end) in zip(self.tables, self.projs, self.bounds, strict=True):
             index = ((flat >= first) & (flat < end)).nonzero().squeeze(1)
-            part = F.linear(F.embedding(flat[index] - first, table), proj).to(dtype)
+            part = linear(F.embedding(flat[index] - first, table), proj).to(dtype)
             if out is None:
                 out = part.new_zeros(len(flat), self.d_model)
             out = out.index_copy(0, index, part)

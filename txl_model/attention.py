@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import rel_attention
+from txl_kernels import linear, rel_attention
 from txl_model.config import TransformerXLConfig
 from txl_model.layers import Dropout, Linear
 from txl_model.memory import KeyValues
@@ -66,9 +66,9 @@ class Attention(nn.Module):
             # And it wants no gradient: projected by itself, backward computes none.
             remembered, h_in = (self.layer_norm(past), self.layer_norm(h)) if self.pre_lnorm else (past, h)
             w_q, w_kv = self.qkv_net.weight.tensor_split([self.n_head * self.d_head])
-            kv = torch.cat([F.linear(remembered, w_kv), F.linear(h_in, w_kv)], dim=1)
+            kv = torch.cat([linear(remembered, w_kv), linear(h_in, w_kv)], dim=1)
             k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
-            q = self._heads(F.linear(h_in, w_q))
+            q = self._heads(linear(h_in, w_q))
             out = self._attend(q, k, v, self.rows(positions), biases, sight)
         else:
             out = self._attend_remembered(*self.project(h), past, positions, biases, sight)
