@@ -94,18 +94,26 @@ class BackwardKernel {
   static constexpr int64_t kSlopePitch = kChunkKeys + kBlockRows + 2 * kWidth + 16;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
-  // One task: some batch entries of one head and a share of their queries. It adds up alone, in order.
-  struct Task {
-    int64_t head, batch_from, batch_to, share;
+  // What the gradients of a share of the queries are added to: two blocks of memory.
+  struct Sums {
+    T *dk, *dv;                     // [keys_][columns_]
     T *dr, *dr_far, *du, *dv_bias;  // [band columns][columns_], [2][columns_], [columns_], [columns_]
+  };
+
+  // One task: some batch entries of one head, and one share of their queries or all of them in turn.
+  struct Task {
+    int64_t head, batch_from, batch_to, share_from, share_to;
+    Sums sums;  // no dk and dv if it takes all shares: they are written entry by entry
   };
 
   // Operands and sums of one thread.
   struct Scratch {
     // Packed operands of the current batch entry and head.
     Elem *k_panels, *v_panels, *k_rows, *r_panels, *r_rows, *far[2];
-    T* r_far;    // [2][columns]: the end rows of r as values
-    T *dk, *dv;  // sums over the queries of the task
+    T* r_far;                    // [2][columns]: the end rows of r as values
+    T* keys;                     // dk and dv of the entry, where the task takes all shares
+    T *share_keys, *share_rest;  // the sums of a later share
+    Sums sums;                   // those of the current one
     // The current block of queries.
     T* rows;  // values on their way into the packed rows below
     Elem *qu, *qv, *dout;
@@ -128,31 +136,27 @@ class BackwardKernel {
         threshold_(DropoutMask::threshold(p_.dropout_p)),
         batch_shares_(min(p_.B, (kTasks + p_.H - 1) / p_.H)),
         shares_(query_shares()),
-        partials_(shares_ > 1 ? 2 * p_.B * p_.H * shares_ : 0) {}
+        together_(shares_ == 1 || p_.H * batch_shares_ >= kTasksPerThread * pool_.threads) {}
 
   bool run() {
-    const int64_t tasks = p_.H * batch_shares_ * shares_;
-    const int64_t dr_elements = band_columns_ * columns_ + 4 * columns_;
+    const int64_t parts = together_ ? 1 : shares_, tasks = p_.H * batch_shares_ * parts;
     const auto arrays = [&](Scratch& s, auto visit) { scratch_arrays(s, visit); };
     Array<Task> task(tasks);
     Array<Scratch> scratch(min(pool_.threads, tasks));
-    Arena arena(static_cast<size_t>(tasks) * Arena::bytes<T>(dr_elements) +
-                static_cast<size_t>(partials_.size()) * Arena::bytes<T>(keys_ * columns_) +
+    Arena arena(static_cast<size_t>(tasks) *
+                    (Arena::bytes<T>(rest_elements()) + Arena::bytes<T>(together_ ? 0 : keys_elements())) +
                 static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(arrays));
     for (int64_t i = 0; i < tasks; ++i) {
-      const int64_t head = i / (batch_shares_ * shares_), part = i / shares_ % batch_shares_;
-      T* sums = arena.take<T>(dr_elements);
-      T* ends = sums + band_columns_ * columns_;
-      task[i] = {head,
+      const int64_t unit = i / parts, part = unit % batch_shares_;
+      T* rest = arena.take<T>(rest_elements());
+      T* keys = arena.take<T>(together_ ? 0 : keys_elements());
+      task[i] = {unit / batch_shares_,
                  p_.B * part / batch_shares_,
                  p_.B * (part + 1) / batch_shares_,
-                 i % shares_,
-                 sums,
-                 ends,
-                 ends + 2 * columns_,
-                 ends + 3 * columns_};
+                 together_ ? 0 : i % shares_,
+                 together_ ? shares_ : i % shares_ + 1,
+                 sums_in(keys, rest)};
     }
-    for (T*& partial : partials_) partial = arena.take<T>(keys_ * columns_);
     for (Scratch& s : scratch) {
       arena.take_record(s, arrays);
       if (p_.dropout_p == 0) s.dropped = s.prob;
@@ -163,28 +167,36 @@ class BackwardKernel {
       if (!run_task(task[tasks - 1 - i], scratch[thread])) declined = true;
     });
     if (declined) return false;
-    if (shares_ > 1)
-      parallel_items(pool_, p_.B * p_.H, [&](int64_t unit, int) { sum_shares(unit / p_.B, unit % p_.B); });
+    if (!together_)
+      parallel_items(pool_, tasks / shares_, [&](int64_t unit, int) { sum_shares(&task[unit * shares_]); });
     parallel_items(pool_, p_.H * ((p_.N + kReduceRows - 1) / kReduceRows), [&](int64_t i, int) {
       const int64_t chunks = (p_.N + kReduceRows - 1) / kReduceRows, from = i % chunks * kReduceRows;
       sum_r(task, i / chunks, from, min(from + kReduceRows, p_.N));
     });
     for (int64_t h = 0; h < p_.H; ++h) {
-      sum_bias(task, h, t_.du, &Task::du);
-      sum_bias(task, h, t_.dv_bias, &Task::dv_bias);
+      sum_bias(task, h, t_.du, &Sums::du);
+      sum_bias(task, h, t_.dv_bias, &Sums::dv_bias);
     }
     return true;
   }
 
  private:
-  static constexpr int64_t kTasks = 32, kShareBytes = 16 << 20, kReduceRows = 256;
+  static constexpr int64_t kTasks = 32, kTasksPerThread = 4, kShareBytes = 16 << 20, kReduceRows = 256;
 
-  // Into how many tasks the queries of one batch entry are split: each takes a pair of dk and dv of its own.
-  // It depends on the shapes alone, and so does every sum.
+  // Into how many shares the queries of one batch entry are split, each with sums of its own. It depends on
+  // the shapes alone, and so does every sum: how many threads there are decides only whether one task takes
+  // all shares (which packs the keys once, and needs the memory of two shares per thread) or each its own.
   int64_t query_shares() const {
-    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * 2 * p_.B * p_.H * keys_ * columns_;
+    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements();
     const int64_t wanted = min((kTasks + p_.H * batch_shares_ - 1) / (p_.H * batch_shares_), blocks_);
     return max(1, min(wanted, kShareBytes / pair_bytes));
+  }
+
+  int64_t keys_elements() const { return 2 * keys_ * columns_; }
+  int64_t rest_elements() const { return (band_columns_ + 4) * columns_; }
+  Sums sums_in(T* keys, T* rest) const {
+    T* ends = rest + band_columns_ * columns_;
+    return {keys, keys + keys_ * columns_, rest, ends, ends + 2 * columns_, ends + 3 * columns_};
   }
 
   // The arrays of a Scratch, in one list: `visit(pointer, elements)`.
@@ -197,7 +209,9 @@ class BackwardKernel {
     visit(s.r_rows, band_columns_ / C::depth * columns_);
     visit(s.far[0], kLanes<Elem> * depth_), visit(s.far[1], kLanes<Elem> * depth_);
     visit(s.r_far, 2 * columns_);
-    visit(s.dk, shares_ > 1 ? 0 : keys_ * columns_), visit(s.dv, shares_ > 1 ? 0 : keys_ * columns_);
+    const bool several = together_ && shares_ > 1;
+    visit(s.keys, together_ ? keys_elements() : 0);
+    visit(s.share_keys, several ? keys_elements() : 0), visit(s.share_rest, several ? rest_elements() : 0);
     visit(s.rows, rows * columns_);
     visit(s.qu, q_elements), visit(s.qv, q_elements), visit(s.dout, q_elements);
     visit(s.qv_values, rows * columns_);
@@ -213,33 +227,39 @@ class BackwardKernel {
 
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
   bool run_task(const Task& task, Scratch& s) const {
-    zero(task.dr, (band_columns_ + 4) * columns_);
     Vec<T> poison = {};
     pack_r(task.head, s, poison);
+    zero(task.sums.dr, rest_elements());
     for (int64_t b = task.batch_from; b < task.batch_to; ++b) {
-      if (shares_ > 1)
-        s.dk = partial(b, task.head, task.share, 0), s.dv = partial(b, task.head, task.share, 1);
       const Range exist = p_.keys_of_batch(b);
       pack_keys(task.head, b, exist, s, poison);
-      zero(s.dk, keys_ * columns_);
-      zero(s.dv, keys_ * columns_);
-      for (int64_t block = blocks_ * task.share / shares_; block < blocks_ * (task.share + 1) / shares_;
-           ++block) {
-        const int64_t i0 = p_.L * block / blocks_, i1 = p_.L * (block + 1) / blocks_;
-        if (!run_block(task, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, s, poison)) return false;
+      const Sums total = together_ ? sums_in(s.keys, task.sums.dr) : task.sums;
+      zero(total.dk, keys_elements());
+      for (int64_t share = task.share_from; share < task.share_to; ++share) {
+        const bool first = share == task.share_from;
+        s.sums = first ? total : sums_in(s.share_keys, s.share_rest);
+        if (!first) zero(s.sums.dk, keys_elements()), zero(s.sums.dr, rest_elements());
+        Vec<T> share_poison = poison;
+        for (int64_t block = blocks_ * share / shares_; block < blocks_ * (share + 1) / shares_; ++block) {
+          const int64_t i0 = p_.L * block / blocks_, i1 = p_.L * (block + 1) / blocks_;
+          if (!run_block(task.head, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, s, share_poison))
+            return false;
+        }
+        if (!first) add(s.sums, total);
       }
-      if (shares_ == 1) {
-        write_rows(t_.dk, b, task.head, s.dk, static_cast<T>(kLn2));
-        write_rows(t_.dv, b, task.head, s.dv, T{1});
-      }
+      if (together_) write_keys(b, task.head, total);
     }
     return true;
   }
 
   static void zero(T* x, int64_t count) { memset(x, 0, static_cast<size_t>(count) * sizeof(T)); }
 
-  T* partial(int64_t b, int64_t h, int64_t share, int which) const {
-    return partials_[((b * p_.H + h) * shares_ + share) * 2 + which];
+  void add(const Sums& from, const Sums& to) const {
+    const auto add = [](const T* x, T* sum, int64_t count) {
+      for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
+    };
+    add(from.dk, to.dk, keys_elements());
+    add(from.dr, to.dr, rest_elements());
   }
 
   void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
@@ -310,11 +330,11 @@ class BackwardKernel {
   }
   Rows<C> operand(Elem* memory) const { return Rows<C>(memory, kBlockRows, columns_); }
 
-  bool run_block(const Task& task, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
+  bool run_block(int64_t head, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
     zero(s.dq_content, kBlockRows * columns_);
     zero(s.dq_position, kBlockRows * columns_);
     if (!block.keys.empty()) {
-      pack_block(block, b, task.head, s, poison);
+      pack_block(block, b, head, s, poison);
       const T sum = horizontal_sum<T>(poison);
       const bool poisoned = !(sum == sum);
       if (poisoned && C::depth > 1) return false;
@@ -327,17 +347,17 @@ class BackwardKernel {
       const int64_t end = round_up(block.keys.hi, kWidth);
       for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
         const int64_t hi = min(lo + kChunkKeys, end);
-        score_gradients(block, b, task.head, window, slope, lo, hi, s);
+        score_gradients(block, b, head, window, slope, lo, hi, s);
         if (poisoned) {
-          add_carefully(task, block, lo, hi, s);
+          add_carefully(block, lo, hi, s);
         } else {
           add_content(block, lo, hi, s);
-          add_position(task, block, slope, hi == end, hi, s);
+          add_position(block, slope, hi == end, hi, s);
         }
       }
-      if (!poisoned) add_far(task, block, s);
+      if (!poisoned) add_far(block, s);
     }
-    write_block(task, block, b, s);
+    write_block(head, block, b, s);
     return true;
   }
 
@@ -408,8 +428,8 @@ class BackwardKernel {
       add_product<C, A::columns>(keys, columns_, row_steps, x.data, x.pitch, rows.across, columns_,
                                  sums + lo * columns_, columns_);
     };
-    add_keys(s.dropped, dout, s.dv);
-    add_keys(s.ds, qu, s.dk);
+    add_keys(s.dropped, dout, s.sums.dv);
+    add_keys(s.ds, qu, s.sums.dk);
     const auto x = along(s.ds, kPitch, block.rows, keys, s);
     add_product<C, A::rows>(block.rows, columns_, keys / C::depth, x.data, x.pitch,
                             s.k_rows + lo / C::depth * columns_, columns_, s.dq_content, columns_);
@@ -417,8 +437,7 @@ class BackwardKernel {
 
   // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
   // to.
-  void add_position(const Task& task, const Block& block, Slope& slope, bool last, int64_t next,
-                    Scratch& s) const {
+  void add_position(const Block& block, Slope& slope, bool last, int64_t next, Scratch& s) const {
     if (slope.start < 0) return;
     int64_t done = slope.written;
     if (!last)
@@ -432,7 +451,7 @@ class BackwardKernel {
                               columns_);
       const auto y = across(s.slope, kSlopePitch, block.rows, count, s);
       add_product<C, A::columns>(count, columns_, row_steps, y.data, y.pitch, operand(s.qv).across, columns_,
-                                 task.dr + slope.start * columns_, columns_);
+                                 s.sums.dr + slope.start * columns_, columns_);
     }
     if (last) return;
     const int64_t kept = slope.written - done;
@@ -446,12 +465,12 @@ class BackwardKernel {
   }
 
   // Far tiles use one row of r for all their keys: their gradient is a row sum.
-  void add_far(const Task& task, const Block& block, Scratch& s) const {
+  void add_far(const Block& block, Scratch& s) const {
     for (int side = 0; side < 2; ++side)
       for (int m = 0; m < block.rows; ++m) {
         const Vec<T> sum = splat(s.far_sum[side * kBlockRows + m]);
         for (int64_t d = 0; d < columns_; d += kLanes<T>) {
-          T *dr = task.dr_far + side * columns_ + d, *dq = s.dq_position + m * columns_ + d;
+          T *dr = s.sums.dr_far + side * columns_ + d, *dq = s.dq_position + m * columns_ + d;
           store(dr, load(dr) + sum * load(s.qv_values + m * columns_ + d));
           store(dq, load(dq) + sum * load(s.r_far + side * columns_ + d));
         }
@@ -460,7 +479,7 @@ class BackwardKernel {
 
   // All sums of a chunk pair by pair, over the visible pairs only: 0 * NaN is NaN, so where an input is not
   // finite the products above would spread it to rows that do not see it.
-  void add_carefully(const Task& task, const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
+  void add_carefully(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
     const auto add = [&](T* sum, T factor, const T* row) {
       for (int64_t d = 0; d < p_.D; ++d) sum[d] += factor * row[d];
     };
@@ -471,8 +490,8 @@ class BackwardKernel {
       const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
       for (int64_t j = max(keys.lo, lo); j < min(keys.hi, hi); ++j) {
         const T ds = s.ds[m * kPitch + (j - lo)];
-        add(s.dv + j * columns_, s.dropped[m * kPitch + (j - lo)], dout + m * columns_);
-        add(s.dk + j * columns_, ds, qu + m * columns_);
+        add(s.sums.dv + j * columns_, s.dropped[m * kPitch + (j - lo)], dout + m * columns_);
+        add(s.sums.dk + j * columns_, ds, qu + m * columns_);
         add(s.dq_content + m * columns_, ds, k_rows + j * columns_);
         const int64_t c = p_.band(block.i0 + m, j);
         const bool left = c <= 0, far = left || c >= p_.N - 1;
@@ -480,7 +499,7 @@ class BackwardKernel {
         const T* r =
             far ? s.r_far + (left ? 0 : columns_) : reinterpret_cast<const T*>(s.r_rows) + column * columns_;
         add(s.dq_position + m * columns_, ds, r);
-        add(far ? task.dr_far + (left ? 0 : columns_) : task.dr + column * columns_, ds,
+        add(far ? s.sums.dr_far + (left ? 0 : columns_) : s.sums.dr + column * columns_, ds,
             s.qv_values + m * columns_);
       }
     }
@@ -508,19 +527,23 @@ class BackwardKernel {
     }
   }
 
-  void write_block(const Task& task, const Block& block, int64_t b, Scratch& s) const {
+  void write_block(int64_t head, const Block& block, int64_t b, Scratch& s) const {
     const T scale = static_cast<T>(p_.scale);
     for (int64_t m = 0; m < block.rows; ++m) {
       const T *content = s.dq_content + m * columns_, *position = s.dq_position + m * columns_;
-      S* dq = t_.dq.at<S>(b, task.head, block.i0 + m);
+      S* dq = t_.dq.at<S>(b, head, block.i0 + m);
       for (int64_t d = 0; d < p_.D; ++d) {
         store_as(dq + d, (content[d] + position[d]) * scale);
-        task.du[d] += content[d] * scale;
-        task.dv_bias[d] += position[d] * scale;
+        s.sums.du[d] += content[d] * scale;
+        s.sums.dv_bias[d] += position[d] * scale;
       }
     }
   }
 
+  void write_keys(int64_t b, int64_t h, const Sums& sums) const {
+    write_rows(t_.dk, b, h, sums.dk, static_cast<T>(kLn2));
+    write_rows(t_.dv, b, h, sums.dv, T{1});
+  }
   void write_rows(const View& to, int64_t b, int64_t h, const T* sums, T factor) const {
     for (int64_t j = 0; j < p_.K; ++j) {
       S* row = to.at<S>(b, h, j);
@@ -528,16 +551,10 @@ class BackwardKernel {
     }
   }
 
-  void sum_shares(int64_t h, int64_t b) const {
-    for (int which = 0; which < 2; ++which) {
-      T* sum = partial(b, h, 0, which);
-      for (int64_t share = 1; share < shares_; ++share) {
-        const T* other = partial(b, h, share, which);
-        for (int64_t x = 0; x < keys_ * columns_; x += kLanes<T>)
-          store(sum + x, load(sum + x) + load(other + x));
-      }
-      write_rows(which ? t_.dv : t_.dk, b, h, sum, which ? T{1} : static_cast<T>(kLn2));
-    }
+  // The shares of one head and batch entry, in order.
+  void sum_shares(const Task* task) const {
+    for (int64_t share = 1; share < shares_; ++share) add(task[share].sums, task[0].sums);
+    write_keys(task->batch_from, task->head, task->sums);
   }
 
   // Rows [from, to) of dr of one head: the band columns that use them (the end rows are used by all columns
@@ -549,25 +566,25 @@ class BackwardKernel {
       const int64_t first = row == 0 ? 0 : max(row - band_.first, 0);
       const int64_t last = row == p_.N - 1 ? band_columns_ - 1 : min(row - band_.first, band_columns_ - 1);
       for (const Task& task : tasks) {
-        if (task.head != h) continue;
+        if (task.head != h || task.share_from > 0) continue;
         const auto add = [&](const T* x) {
           for (int64_t d = 0; d < p_.D; ++d) sum[d] += x[d];
         };
-        for (int64_t c = first; c <= last; ++c) add(task.dr + c * columns_);
-        if (row == 0) add(task.dr_far);
-        if (row == p_.N - 1) add(task.dr_far + columns_);
+        for (int64_t c = first; c <= last; ++c) add(task.sums.dr + c * columns_);
+        if (row == 0) add(task.sums.dr_far);
+        if (row == p_.N - 1) add(task.sums.dr_far + columns_);
       }
       S* out = t_.dr.at<S>(0, h, row);
       for (int64_t d = 0; d < p_.D; ++d) store_as(out + d, sum[d] * static_cast<T>(kLn2));
     }
   }
 
-  void sum_bias(const Array<Task>& tasks, int64_t h, const View& to, T* Task::* part) const {
+  void sum_bias(const Array<Task>& tasks, int64_t h, const View& to, T* Sums::* part) const {
     if (!to.data) return;
     for (int64_t d = 0; d < p_.D; ++d) {
       T sum = 0;
       for (const Task& task : tasks)
-        if (task.head == h) sum += (task.*part)[d];
+        if (task.head == h && task.share_from == 0) sum += (task.sums.*part)[d];
       store_as(to.at<S>(0, h, 0) + d, sum);
     }
   }
@@ -580,7 +597,7 @@ class BackwardKernel {
   const int64_t band_columns_;
   const uint32_t threshold_;
   const int64_t batch_shares_, shares_;
-  Array<T*> partials_;  // dk and dv of every share, where there are several
+  const bool together_;  // one task takes all shares
 };
 
 }  // namespace txl::TXL_LEVEL
