@@ -50,8 +50,8 @@ class Vanilla:
         h = model.word_emb(input_ids) * math.sqrt(model.config.d_model) + self.positions
         *blocks, last = model.blocks
         for block in blocks:
-            q, k, v = block.attn.project(h)
-            h = block.ff(self._attended(block.attn, h, q, k, v))
+            q, kv = block.attn.project(h)
+            h = block.ff(self._attended(block.attn, h, q, *kv))
         attn = last.attn
         w_q, w_kv = attn.qkv_net.weight.tensor_split([attn.n_head * attn.d_head])
         q = attn._heads(linear(h[:, -1:], w_q))

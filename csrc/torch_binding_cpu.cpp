@@ -82,9 +82,10 @@ void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
     STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
     return t.data_ptr();
   };
+  const int64_t outputs = weight.size(0), depth = weight.size(1);
   txl::cpu_linear(dtype_of(x),
                   {data(x, "x"), data(weight, "weight"), bias ? data(*bias, "bias") : nullptr,
-                   data(out, "out"), x.size(0), weight.size(0), x.size(1), weight.stride(0)},
+                   data(out, "out"), x.numel() / depth, outputs, depth, weight.stride(0)},
                   torch_pool());
 }
 

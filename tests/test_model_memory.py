@@ -127,7 +127,7 @@ def test_the_intended_update(mem_len, kind):
     layer are embeddings, which say what token they are of."""
     model = reader()
     rows = torch.stack([model_helpers.embedding(model, token) for token in range(VOCAB)]) * 12**0.5
-    first_inputs = rows if kind == "hidden" else model.blocks[0].attn.project(rows[None])[1][0]
+    first_inputs = rows if kind == "hidden" else model.blocks[0].attn.project(rows[None])[1][0][0]
     memory, remembered = model.new_memory(B, mem_len, kind=kind), torch.zeros(B, 0, dtype=torch.int64)
     text, begin = tokens(60), 0
     for length, ext_len in [(4, 0), (5, 2), (1, 1), (3, 0), (9, 4), (4, 4), (12, 1), (2, 0)]:
@@ -381,7 +381,7 @@ def test_a_step_neither_allocates_nor_copies_memory(attn_type):
     assert memory.length == mem_len and moved <= 4, "half of memory is read between two moves"
     # Attention kernels see keys and values where they are.
     past = memory.open(1)[0]
-    k, _ = past.append(*torch.zeros(2, B, 2, 1, memory.reading.d_key))
+    k, _ = past.append(torch.zeros(2, B, 2, 1, memory.reading.d_key))
     assert k.shape[2] == mem_len + 1
     assert k.untyped_storage().data_ptr() == past.store.keys_values[0].untyped_storage().data_ptr()
 

@@ -63,10 +63,8 @@ class _Linear(torch.autograd.Function):
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     few = x.numel() <= FEW_ROWS * x.shape[-1] and weight.stride(1) == 1
     if few and (bias is None or bias.is_contiguous()) and cpu.unavailable() is None:
-        outputs = len(weight)
-        out = x.new_empty(*x.shape[:-1], outputs)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        torch.ops.txl_kernels.cpu_linear.default(rows, weight, bias, out.view(-1, outputs))
+        out = x.new_empty(*x.shape[:-1], len(weight))
+        torch.ops.txl_kernels.cpu_linear.default(x.contiguous(), weight, bias, out)
         return out
     if _ONEDNN and x.dtype is torch.float32:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")

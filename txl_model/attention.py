@@ -101,23 +101,23 @@ class Attention(nn.Module):
     def _attend_remembered(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        kv: Tensor,
         past: KeyValues,
         positions: tuple[Tensor, ...],
         biases: tuple[Tensor, ...],
         sight: Sight,
     ) -> Tensor:
-        """`_attend` to what is remembered and to k and v [B, H, T, D] of this segment, which join it."""
-        k, v = past.append(k, v)
+        """`_attend` to what is remembered and to kv [2, B, H, T, D] of this segment, which join it."""
+        k, v = past.append(kv)
         r = past.rows(lambda: self.rows(positions))[:, -sight.n_rows :]
         return self._attend(q, k, v, r, biases, sight)
 
-    def project(self, h: Tensor) -> tuple[Tensor, ...]:
-        """[B, T, d_model] -> q, k, v [B, H, T, D]."""
+    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, d_model] -> q [B, H, T, D], k and v [2, B, H, T, D]."""
         if self.pre_lnorm:
             h = self.layer_norm(h)
-        return tuple(self._heads(x) for x in self.qkv_net(h).chunk(3, dim=-1))
+        qkv = self._heads(self.qkv_net(h).unflatten(-1, (3, -1)).movedim(-2, 0))
+        return qkv[0], qkv[1:]
 
     def rows(self, positions: tuple[Tensor, ...]) -> Tensor:
         """r [H, N, D]. Here distance says nothing: one row of zeros, which the kernel takes for all."""

@@ -238,15 +238,14 @@ class KeyValues:
     end: int
     n_project: int  # positions to make `rows` of; 0: they are there
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, H, T, D] of this segment -> those of memory and segment, [B, H, K, D], views."""
-        buffer, end = self.store.keys_values[self.layer], self.end + k.shape[2]
+    def append(self, kv: Tensor) -> tuple[Tensor, ...]:
+        """kv [2, B, H, T, D] of this segment -> k and v of memory and segment, [B, H, K, D], views."""
+        buffer, n_token = self.store.keys_values[self.layer], kv.shape[3]
         if buffer is None:
-            buffer = k.new_empty(2, *k.shape[:2], self.store.capacity, k.shape[3])
+            buffer = kv.new_empty(*kv.shape[:3], self.store.capacity, kv.shape[4])
             self.store.keys_values[self.layer] = buffer
-        buffer[0, :, :, self.end : end] = k
-        buffer[1, :, :, self.end : end] = v
-        return buffer[0, :, :, self.begin : end], buffer[1, :, :, self.begin : end]
+        buffer.narrow(3, self.end, n_token).copy_(kv)
+        return buffer.narrow(3, self.begin, self.end - self.begin + n_token).unbind()
 
     def rows(self, project: Callable[[], Tensor]) -> Tensor:
         """r [H, N, D] by `project`, once and for all: the weights do not move."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -189,7 +189,7 @@ class TransformerXL(nn.Module):
             return KeyValueMemory.of(reading, batch_size, None, [nothing] * config.n_layer)
         zero = torch.zeros(1, 1, config.d_model, device=weight.device, dtype=weight.dtype)
         blocks = cast("list[Block]", self.blocks)
-        zeros_by_layer = [torch.stack(b.attn.project(zero)[1:]).detach() for b in blocks]  # [2, 1, H, 1, D]
+        zeros_by_layer = [b.attn.project(zero)[1].detach() for b in blocks]  # [2, 1, H, 1, D]
         states = [x.expand(-1, batch_size, -1, length, -1) for x in zeros_by_layer]
         memory = KeyValueMemory.of(reading, batch_size, None, states)
         memory.store.zeros = zeros_by_layer
@@ -245,6 +245,7 @@ class TransformerXL(nn.Module):
         )
 
         inputs = []
+        positions_and_biases = self._positions_and_biases(n_project, sinusoid)
         if config.attn_type != 2:
             h = self.drop(h)
         for i, block in enumerate(self.blocks):
@@ -256,7 +257,7 @@ class TransformerXL(nn.Module):
                 past, h = past + absolute[: klen - n_token], h + absolute[klen - n_token :]
                 if config.attn_type == 2:
                     past, h = self.drop(past), self.drop(h)
-            h = block(h, past, *self._positions_and_biases(i, n_project, sinusoid), sight)
+            h = block(h, past, *positions_and_biases[i], sight)
         hidden = self.drop(h)
 
         loss = token_losses = None
@@ -271,16 +272,20 @@ class TransformerXL(nn.Module):
         return self.softmax.logits(hidden, self.word_emb)
 
     def _positions_and_biases(
-        self, i: int, n_project: int, sinusoid: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What layer i's attention takes of positions (n_project rows, furthest first) and biases."""
+        self, n_project: int, sinusoid: Tensor | None
+    ) -> Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """What each layer's attention takes of positions (n_project rows, furthest first) and biases."""
         if self.config.attn_type == 0:
-            shared = 0 if len(self.bias_u) == 1 else i
-            return () if sinusoid is None else (sinusoid,), (self.bias_u[shared], self.bias_v[shared])
+            positions = () if sinusoid is None else (sinusoid,)
+            n_shared = 1 if self.config.untie_r else self.config.n_layer
+            biases = zip(self.bias_u.unbind(), self.bias_v.unbind(), strict=True)
+            return [(positions, pair) for pair in biases] * n_shared
         if self.config.attn_type == 1:
-            tables = (self.r_emb[i], self.r_bias[i])
-            return tuple(last_rows(table, n_project) for table in tables), (self.bias_u[i],)
-        return (), ()
+            return [
+                (tuple(last_rows(table, n_project) for table in tables), (bias_u,))
+                for *tables, bias_u in zip(self.r_emb, self.r_bias, self.bias_u, strict=True)
+            ]
+        return [((), ())] * self.config.n_layer
 
     def _absolute_positions(self, i: int, klen: int, reading: Reading, h: Tensor) -> Tensor | None:
         """What is added to the K inputs of layer i, memory included: [K, d_model], by distance from the end.
