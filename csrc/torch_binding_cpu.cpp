@@ -77,16 +77,24 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
       tensors, torch_pool());
 }
 
+void* data(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
+  return t.data_ptr();
+}
+
 void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
-  const auto data = [](const Tensor& t, const char* name) {
-    STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
-    return t.data_ptr();
-  };
   const int64_t outputs = weight.size(0), depth = weight.size(1);
   txl::cpu_linear(dtype_of(x),
                   {data(x, "x"), data(weight, "weight"), bias ? data(*bias, "bias") : nullptr,
                    data(out, "out"), x.numel() / depth, outputs, depth, weight.stride(0)},
                   torch_pool());
+}
+
+void cpu_dropout(Tensor x, OptionalTensor gate, int64_t seed, double p, Tensor out) {
+  txl::cpu_dropout(dtype_of(x),
+                   {data(x, "x"), gate ? data(*gate, "gate") : nullptr, data(out, "out"), x.numel(),
+                    static_cast<uint64_t>(seed), p},
+                   torch_pool());
 }
 
 std::string cpu_level() { return txl::cpu_level(); }
@@ -108,6 +116,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
       " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
       "Tensor(f!)? dv_bias) -> ()");
   m.def("cpu_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("cpu_dropout(Tensor x, Tensor? gate, int seed, float p, Tensor(a!) out) -> ()");
   m.def("cpu_level() -> str");
   m.def("cpu_levels() -> str");
 }
@@ -116,6 +125,7 @@ STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&cpu_forward));
   m.impl("cpu_backward", TORCH_BOX(&cpu_backward));
   m.impl("cpu_linear", TORCH_BOX(&cpu_linear));
+  m.impl("cpu_dropout", TORCH_BOX(&cpu_dropout));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CompositeExplicitAutograd, m) {

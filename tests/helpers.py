@@ -20,7 +20,7 @@ import torch
 import torch.utils.deterministic
 
 import txl_kernels
-from txl_kernels import BackendUnavailable, rel_attention
+from txl_kernels import BackendUnavailable, philox, rel_attention
 from txl_kernels.reference import reference
 
 TESTS = Path(__file__).resolve().parent
@@ -389,7 +389,8 @@ def check_broadly(name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> i
                 count += 2
             if name == "cpu":
                 check_linear(3, 131, 513, dtype)
-                count += 1
+                check_dropout((3, 41, 67), 0.3, dtype)
+                count += 2
     return count
 
 
@@ -408,6 +409,25 @@ def check_linear(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> Non
         assert got.dtype == dtype
         # Sums are in float32 or better; the result is rounded once.
         assert ((got.double() - exact).abs() <= eps * exact.abs() + 1e-6 * size).all()
+
+
+def check_dropout(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
+    """`txl_kernels.dropout` and its gradient drop what the definition says, alone and after ReLU."""
+    x, dy = (inside_larger(torch.randn(shape).to(dtype)) for _ in range(2))
+    for relu in (False, True):
+        torch.manual_seed(5)
+        leaf = x.detach().requires_grad_()
+        y = txl_kernels.dropout(leaf, p, relu)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        torch.manual_seed(5)
+        seed = philox.seed_tensor(None, torch.device("cpu"))
+        keep = philox.keep_mask(seed, p, 1, 1, 1, x.numel(), "cpu").view(shape)
+        if relu:
+            keep &= x > 0
+        for got, of in ((y, x), (dx, dy)):
+            wanted = torch.where(keep, of.double() / (1 - p), 0.0)
+            assert got.dtype == dtype and not got[~keep].any()
+            torch.testing.assert_close(got.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 def inside_larger(t: torch.Tensor) -> torch.Tensor:

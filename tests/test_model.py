@@ -249,38 +249,15 @@ def test_nothing_to_score(fields):
 # ---------------------------------------------------------------------------------------------------- dropout
 
 
-@pytest.mark.parametrize("p", [0.001, 0.3, 0.9])
 @pytest.mark.parametrize("kind", [Dropout, ReluDropout])
-def test_dropout_keeps_the_mean_and_the_seed_decides(kind, p):
-    drop, x = kind(p), torch.ones(50, 41, 31, requires_grad=True)
-    torch.manual_seed(3)
-    first = drop(x)
-    lost = first == 0
-    assert abs(lost.float().mean() - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5
-    torch.testing.assert_close(first[~lost], torch.full_like(first[~lost], 1 / (1 - p)), rtol=2e-4, atol=0)
-    first.backward(torch.full_like(x, 2.0))
-    assert torch.equal(x.grad, 2 * first), "the gradient goes the same way"
-    torch.manual_seed(3)
-    assert torch.equal(drop(x), first)
-    assert not torch.equal(drop(x), first)
+def test_dropout_is_for_training(kind):
+    drop, x = kind(0.3), torch.rand(3, 40, 31)
+    dropped = drop(x)
+    lost = dropped == 0
+    assert abs(lost.float().mean() - 0.3) < 0.05
+    torch.testing.assert_close(dropped[~lost], x[~lost] / 0.7)
     assert torch.equal(drop.eval()(x), x)
-
-
-def test_neighbours_are_dropped_independently():
-    """Several decisions come of one random number."""
-    lost = Dropout(0.5)(torch.ones(1, 1, 2**18)).view(-1, 4) == 0
-    together = (lost.float().T @ lost.float()) / len(lost)
-    torch.testing.assert_close(together, 0.25 + 0.25 * torch.eye(4), rtol=0, atol=0.01)
-
-
-def test_relu_and_dropout_of_negative_values():
-    x = torch.randn(3, 40, 31, requires_grad=True)
-    y = ReluDropout(0.3)(x)
-    y.sum().backward()
-    kept = y > 0
-    assert not (kept & (x <= 0)).any() and kept.sum() > 0.6 * (x > 0).sum()
-    torch.testing.assert_close(y[kept], x[kept] / 0.7, rtol=2e-4, atol=0)
-    assert torch.equal(x.grad > 0, kept) and not x.grad[~kept].any()
+    assert torch.equal(drop(-x), -x if kind is Dropout else torch.zeros_like(x))
 
 
 def test_variational_dropout_drops_the_same_units_at_every_step():

@@ -3,10 +3,11 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from txl_kernels.api import backends, rel_attention
+from txl_kernels.dropout import dropout
 from txl_kernels.linear import linear
 from txl_kernels.registry import BackendUnavailable
 
-__all__ = ["BackendUnavailable", "__version__", "backends", "linear", "rel_attention"]
+__all__ = ["BackendUnavailable", "__version__", "backends", "dropout", "linear", "rel_attention"]
 
 try:
     __version__ = version("txl-kernels")

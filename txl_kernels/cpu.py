@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 
 
 def _load() -> str | None:
-    return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear"), _MEND)
+    return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_dropout"), _MEND)
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -113,4 +113,8 @@ void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) {
   of(level(), dtype).linear(tensors, pool);
 }
 
+void cpu_dropout(DType dtype, const Elements& tensors, const Pool& pool) {
+  of(level(), dtype).dropout(tensors, pool);
+}
+
 }  // namespace txl

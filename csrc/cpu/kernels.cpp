@@ -6,6 +6,7 @@
 
 #include "backward.h"
 #include "decode.h"
+#include "dropout.h"
 #include "forward.h"
 #include "linear.h"
 
@@ -52,12 +53,14 @@ bool backward(const Problem& p, const Backward& t, const Pool& pool) {
 
 void linear(const Linear& t, const Pool& pool) { LinearKernel<Case::Stored>(t, pool).run(); }
 
+void dropout(const Elements& t, const Pool& pool) { ElementDropout<Case::Stored>(t, pool).run(); }
+
 }  // namespace
 
 // kernels_f32, kernels_f64 or kernels_bf16 of this level.
 #define TXL_NAME_(dtype) kernels_##dtype
 #define TXL_NAME(dtype) TXL_NAME_(dtype)
 extern const Kernels TXL_NAME(TXL_DTYPE);
-const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear};
+const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear, dropout};
 
 }  // namespace txl::TXL_LEVEL

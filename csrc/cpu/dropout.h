@@ -1,0 +1,46 @@
+// Dropout of a tensor's elements, with ReLU before it if wanted. Nobody keeps a mask: the seed gives it
+// again.
+#pragma once
+
+#include "scores.h"
+
+namespace txl::TXL_LEVEL {
+
+template <class S>
+class ElementDropout {
+  using T = decltype(to_float(S{}));
+  static constexpr int64_t kItem = 1 << 14;  // elements, a multiple of a group
+
+ public:
+  ElementDropout(const Elements& tensors, const Pool& pool) : t_(tensors), pool_(pool) {}
+
+  void run() {
+    parallel_items(pool_, (t_.count + kItem - 1) / kItem, [&](int64_t item, int) {
+      const int64_t end = min((item + 1) * kItem, t_.count);
+      for (int64_t at = item * kItem; at < end; at += DropoutMask::kGroup)
+        t_.gate ? group<true>(at, min(end - at, DropoutMask::kGroup))
+                : group<false>(at, min(end - at, DropoutMask::kGroup));
+    });
+  }
+
+ private:
+  // Element n is dropped as the probability of key n of the first query of the first head is.
+  template <bool gated>
+  void group(int64_t at, int64_t count) const {
+    uint32_t word[DropoutMask::kGroup];
+    dropout_words(t_.seed, 0, 0, 0, at / DropoutMask::kGroup, word);
+    const uint32_t threshold = DropoutMask::threshold(t_.p);
+    const T factor = static_cast<T>(1 / (1 - t_.p));
+    const S *x = static_cast<const S*>(t_.x) + at, *gate = static_cast<const S*>(t_.gate) + at;
+    S* out = static_cast<S*>(t_.out) + at;
+    for (int64_t n = 0; n < count; ++n) {
+      const bool lost = word[n] < threshold || (gated && to_float(gate[n]) <= 0);  // NaN passes
+      store_as(out + n, lost ? T{} : to_float(x[n]) * factor);
+    }
+  }
+
+  const Elements& t_;
+  const Pool& pool_;
+};
+
+}  // namespace txl::TXL_LEVEL

@@ -1,0 +1,87 @@
+"""Dropout of a tensor's elements on the CPU, by C++ of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from txl_kernels import cpu, philox
+
+
+def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
+    """`torch.nn.functional.dropout` in training, several times faster on a CPU and without a mask in memory.
+
+    There element n in order of rows is dropped as `philox.keep_mask` says of key n, for a seed from torch's
+    default generator: torch.manual_seed governs it. Under `torch.compile` and on other devices this is
+    torch's own function. On a CPU the gradient cannot be differentiated again.
+
+    Args:
+        x: any shape, float32, float64 or bfloat16.
+        p: probability of dropping an element, 0 <= p <= 1; the others grow by 1 / (1 - p).
+        relu: of max(x, 0). Backward needs no more than the result, on any device.
+
+    Returns:
+        of x's shape and dtype.
+
+    Raises:
+        ValueError: p is not a probability.
+    """
+    if _served(x, p):
+        dropped: Tensor = _Dropout.apply(x, p, relu, philox.seed_tensor(None, x.device).item())
+        return dropped
+    return _ReluDropout.apply(x, p) if relu else F.dropout(x, p)
+
+
+def _served(x: Tensor, p: float) -> bool:
+    """A dense tensor on the CPU, and something to decide. Torch must handle other kinds (sharded, fake)."""
+    return (
+        0 < p < 1
+        and x.is_cpu
+        and x.dtype in cpu.DTYPES
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and cpu.unavailable() is None
+    )
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, relu: bool, seed: int) -> Tensor:
+        ctx.p, ctx.seed = p, seed
+        x = x.contiguous()
+        y = _drop(x, x if relu else None, seed, p)
+        ctx.save_for_backward(y if relu else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
+        return _drop(dy.contiguous(), y, ctx.seed, ctx.p), None, None, None
+
+
+def _drop(x: Tensor, gate: Tensor | None, seed: int, p: float) -> Tensor:
+    """x / (1 - p) where it is kept and gate is above 0; elsewhere 0."""
+    out = torch.empty_like(x)
+    torch.ops.txl_kernels.cpu_dropout.default(x, gate, seed, p, out)
+    return out
+
+
+class _ReluDropout(torch.autograd.Function):
+    """By torch. Its own would keep what ReLU gave, and a mask, beside the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        y = F.dropout(x.relu(), p)
+        ctx.factor = 1 / (1 - p) if p < 1 else 0.0
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(dy, y, 0.0) * ctx.factor, None
