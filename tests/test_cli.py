@@ -13,10 +13,12 @@ from dataclasses import fields
 
 import helpers
 import pytest
+import torch
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tqdm")
 
+import txl_model.attention
 from txl_model import TransformerXLConfig, __main__, cli
 from txl_model.presets import PRESETS
 from txl_model.train_config import TrainConfig
@@ -126,6 +128,20 @@ def test_generate(trained, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(texts[0])
     assert txl(*args, "--prompt", "line 1", "--stop", texts[0][6], "--temperature", 1) == 0
     assert capsys.readouterr().out == texts[0][:7] + "\n"
+
+
+def test_generate_in_bfloat16(trained, monkeypatch, capsys):
+    seen = []
+    attend = txl_model.attention.rel_attention
+
+    def recorded(*tensors, **options):
+        seen.extend(x.dtype for x in tensors)
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(txl_model.attention, "rel_attention", recorded)
+    assert txl("generate", trained / "run", "--prompt", "line 1", "--max-new-tokens", 12, "--bf16") == 0
+    assert set(seen) == {torch.bfloat16}
+    assert capsys.readouterr().out.startswith("line 1")
 
 
 def test_info(trained, capsys):

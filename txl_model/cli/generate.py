@@ -48,17 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mem-len", type=int, metavar="N", help="tokens remembered (default: the model's)")
     add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
     add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")
+    add("--bf16", action="store_true", help="weights and memory in bfloat16: half as much to read")
     add_machine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-
     prompts = list(args.prompt or [])
     if args.prompt_file:
         prompts.append(sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text())
     if not prompts:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file FILE")
     model = load_model(args.model, args.backend).to(chosen_device(args))
+    if args.bf16:
+        model = model.bfloat16()
     path = vocabulary_of(args.model)
     if args.corpus:
         vocabulary = Corpus.open(args.corpus).vocabulary
