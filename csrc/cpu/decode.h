@@ -194,12 +194,8 @@ class DecodeKernel {
       add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, apart, q.u + d,
                                                                   q.v + d, product);
     });
-    transpose<T>(product);
-    Vec<T> sum = splat(constant);
-    TXL_UNROLL
-    for (int x = 0; x < W; ++x) sum += product[x];
     T lane[W];
-    store(lane, sum);
+    store(lane, lane_sums<T>(product) + constant);
     for (int64_t x = 0; x < count; ++x) s[key_of_lane(x, apart)] = lane[x];
   }
 

@@ -115,6 +115,21 @@ TXL_INLINE void transpose(Vec<E> (&v)[kLanes<E>]) {
   if constexpr (kStep > 1) transpose<E, kStep / 2>(v);
 }
 
+// Lane i: the sum of v[i]'s lanes. A transposition of which only the sums are kept.
+template <class T, int kStep = kLanes<T> / 2>
+TXL_INLINE Vec<T> lane_sums(Vec<T> (&v)[kLanes<T>]) {
+  TXL_UNROLL
+  for (int i = 0; i < kStep; ++i) {
+    exchange<kStep>(v[i], v[i + kStep], std::make_index_sequence<kLanes<T>>{});
+    v[i] += v[i + kStep];
+  }
+  if constexpr (kStep > 1) {
+    return lane_sums<T, kStep / 2>(v);
+  } else {
+    return v[0];
+  }
+}
+
 // kLanes consecutive depth elements of a stored row, from value d on; zeros past D or where the row is null.
 template <class C, class S>
 TXL_INLINE Vec<typename C::Elem> load_elems(const S* row, int64_t d, int64_t D) {
