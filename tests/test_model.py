@@ -249,6 +249,15 @@ def test_nothing_to_score(fields):
 # ---------------------------------------------------------------------------------------------------- dropout
 
 
+@pytest.mark.parametrize("variational", [False, True])
+def test_relu_and_dropout_keep_their_result_only(variational):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ReluDropout(0.3, variational)(torch.randn(3, 40, 31, requires_grad=True))
+    large = [t for t in kept if t.numel() > 3 * 31]  # the variational mask is one time step
+    assert [t.data_ptr() for t in large] == [y.data_ptr()]
+
+
 @pytest.mark.parametrize("kind", [Dropout, ReluDropout])
 def test_dropout_is_for_training(kind):
     drop, x = kind(0.3), torch.rand(3, 40, 31)

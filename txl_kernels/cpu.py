@@ -12,6 +12,7 @@ from txl_kernels.registry import compact, contiguous_rows, dense_like, load_libr
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
+_DENSE = (Tensor, torch.nn.Parameter)
 _LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
@@ -30,6 +31,11 @@ def unavailable() -> str | None:
 
 def _load() -> str | None:
     return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_dropout"), _MEND)
+
+
+def takes(x: Tensor) -> bool:
+    """A dense tensor on the CPU of one of DTYPES: torch must handle other kinds (sharded, fake)."""
+    return x.is_cpu and x.dtype in DTYPES and type(x) in _DENSE
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

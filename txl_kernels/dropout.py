@@ -37,15 +37,8 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
 
 
 def _served(x: Tensor, p: float) -> bool:
-    """A dense tensor on the CPU, and something to decide. Torch must handle other kinds (sharded, fake)."""
-    return (
-        0 < p < 1
-        and x.is_cpu
-        and x.dtype in cpu.DTYPES
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and cpu.unavailable() is None
-    )
+    """A tensor for the CPU's kernels, and something to decide."""
+    return 0 < p < 1 and cpu.takes(x) and not torch.compiler.is_compiling() and cpu.unavailable() is None
 
 
 class _Dropout(torch.autograd.Function):

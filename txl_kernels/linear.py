@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from txl_kernels import cpu
 
@@ -72,27 +71,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Dense tensors on the CPU that go together: torch handles other kinds (sharded, fake), and complains."""
+    """Tensors for the CPU's kernels that go together: with others torch knows what to do, or complains."""
     return (
-        x.is_cpu
-        and weight.is_cpu
+        cpu.takes(x)
+        and cpu.takes(weight)
         and x.dtype is weight.dtype
-        and x.dtype in cpu.DTYPES
-        and type(x) in _DENSE
-        and type(weight) in _DENSE
         and weight.dim() == 2
         and weight.shape[1] == x.shape[-1]
         and x.numel() > 0
-        and (
-            bias is None
-            or (type(bias) in _DENSE and bias.dtype is x.dtype and bias.shape == weight.shape[:1])
-        )
+        and (bias is None or (cpu.takes(bias) and bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
 
 
-_DENSE = Tensor, Parameter
 # Torch's own use of it is in its compiler; on x86 only is it known to be the faster.
 _ONEDNN = (
     torch.backends.mkldnn.is_available()

@@ -41,4 +41,5 @@ class ReluDropout(Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x.relu()
-        return x.relu() * self._mask(x) if self.variational else dropout(x, self.p, relu=True)
+        # No factor is negative: the order does not matter, and this one keeps nothing but the result.
+        return (x * self._mask(x)).relu() if self.variational else dropout(x, self.p, relu=True)

@@ -255,11 +255,11 @@ class BackwardKernel {
   static void zero(T* x, int64_t count) { memset(x, 0, static_cast<size_t>(count) * sizeof(T)); }
 
   void add(const Sums& from, const Sums& to) const {
-    const auto add = [](const T* x, T* sum, int64_t count) {
+    const auto add_block = [](const T* x, T* sum, int64_t count) {
       for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
     };
-    add(from.dk, to.dk, keys_elements());
-    add(from.dr, to.dr, rest_elements());
+    add_block(from.dk, to.dk, keys_elements());
+    add_block(from.dr, to.dr, rest_elements());
   }
 
   void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {

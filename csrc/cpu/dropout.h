@@ -12,7 +12,11 @@ class ElementDropout {
   static constexpr int64_t kItem = 1 << 14;  // elements, a multiple of a group
 
  public:
-  ElementDropout(const Elements& tensors, const Pool& pool) : t_(tensors), pool_(pool) {}
+  ElementDropout(const Elements& tensors, const Pool& pool)
+      : t_(tensors),
+        pool_(pool),
+        threshold_(DropoutMask::threshold(t_.p)),
+        factor_(static_cast<T>(1 / (1 - t_.p))) {}
 
   void run() {
     parallel_items(pool_, (t_.count + kItem - 1) / kItem, [&](int64_t item, int) {
@@ -29,18 +33,18 @@ class ElementDropout {
   void group(int64_t at, int64_t count) const {
     uint32_t word[DropoutMask::kGroup];
     dropout_words(t_.seed, 0, 0, 0, at / DropoutMask::kGroup, word);
-    const uint32_t threshold = DropoutMask::threshold(t_.p);
-    const T factor = static_cast<T>(1 / (1 - t_.p));
     const S *x = static_cast<const S*>(t_.x) + at, *gate = static_cast<const S*>(t_.gate) + at;
     S* out = static_cast<S*>(t_.out) + at;
     for (int64_t n = 0; n < count; ++n) {
-      const bool lost = word[n] < threshold || (gated && to_float(gate[n]) <= 0);  // NaN passes
-      store_as(out + n, lost ? T{} : to_float(x[n]) * factor);
+      const bool lost = word[n] < threshold_ || (gated && to_float(gate[n]) <= 0);  // NaN passes
+      store_as(out + n, lost ? T{} : to_float(x[n]) * factor_);
     }
   }
 
   const Elements& t_;
   const Pool& pool_;
+  const uint32_t threshold_;
+  const T factor_;
 };
 
 }  // namespace txl::TXL_LEVEL
