@@ -1,5 +1,7 @@
 // The CPU kernels as torch ops, through LibTorch's stable ABI: one build serves every later torch.
 // Shapes and dtypes are checked in txl_kernels/api.py; here only what memory safety needs.
+#include <vector>
+
 #include "cpu/cpu.h"
 #include "torch_binding.h"
 
@@ -90,6 +92,79 @@ void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
                   torch_pool());
 }
 
+// One layer of `cpu_layers`: the tensors are checked as they are taken.
+txl::Layer layer(const Tensor& h, const Tensor& kv, int64_t begin, int64_t end, const Tensor& r,
+                 const Tensor* weight) {
+  const auto take = [&](const Tensor& x, std::initializer_list<int64_t> shape, const char* name) {
+    bool fits = x.scalar_type() == h.scalar_type() && x.is_contiguous() &&
+                x.dim() == static_cast<int64_t>(shape.size());
+    for (int64_t d = 0; fits && d < x.dim(); ++d) fits = x.size(d) == shape.begin()[d];
+    STD_TORCH_CHECK(fits, name, " does not go with h and the other tensors of its layer");
+    return static_cast<char*>(data(x, name));
+  };
+  const auto vector = [&](int64_t size, const char* name) { return take(*weight++, {size}, name); };
+  const auto matrix = [&](int64_t outputs, int64_t depth, const char* name) {
+    txl::Linear m{};
+    m.w = take(*weight++, {outputs, depth}, name);
+    m.outputs = outputs, m.depth = m.w_row = depth;
+    return m;
+  };
+  const int64_t B = h.size(0), width = h.size(2), H = kv.size(2), capacity = kv.size(3), D = kv.size(4);
+  txl::Layer t{};
+  t.problem.B = B, t.problem.H = H, t.problem.L = h.size(1), t.problem.K = end - begin, t.problem.D = D;
+  t.problem.N = r.size(1), t.problem.r_zero = t.problem.N - 1;
+  STD_TORCH_CHECK(0 <= begin && t.problem.L <= t.problem.K && end <= capacity,
+                  "keys_values have no room for h");
+
+  char* keys = take(kv, {2, B, H, capacity, D}, "keys_values") + begin * D * kv.element_size();
+  t.attention.k = {keys, H * capacity * D, capacity * D, D};
+  t.attention.v = t.attention.k;
+  t.attention.v.data = keys + B * H * capacity * D * kv.element_size();
+  t.attention.r = {take(r, {H, t.problem.N, D}, "r"), 0, t.problem.N * D, D};
+  t.attention.bias_u = {take(*weight++, {H, D}, "bias_u"), 0, D, 0};
+  t.attention.bias_v = {take(*weight++, {H, D}, "bias_v"), 0, D, 0};
+  t.qkv = matrix(3 * H * D, width, "qkv");
+  t.o = matrix(width, H * D, "o");
+  t.attention_norm.weight = vector(width, "the norm's weight");
+  t.attention_norm.bias = vector(width, "the norm's bias");
+  const int64_t d_inner = weight->size(0);
+  t.inner = matrix(d_inner, width, "inner");
+  t.inner.bias = vector(d_inner, "inner's bias");
+  t.outer = matrix(width, d_inner, "outer");
+  t.outer.bias = vector(width, "outer's bias");
+  t.feed_norm.weight = vector(width, "the norm's weight");
+  t.feed_norm.bias = vector(width, "the norm's bias");
+  return t;
+}
+
+// Layers for a few tokens h [B, L, width], each of what the one before made. Per layer: keys_values [2, B, H,
+// capacity, D], of which the rows [begin, end) are attended and the last L filled with h's own; r [H, N, D];
+// and twelve weights.
+void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_t end, std::vector<Tensor> r,
+                std::vector<Tensor> weights, OptionalTensor key_range, int64_t window_left, double scale,
+                double eps, bool norm_first, Tensor out) {
+  constexpr size_t kWeights = 12;
+  STD_TORCH_CHECK(r.size() == keys_values.size() && weights.size() == kWeights * keys_values.size(),
+                  "a layer has one r and 12 weights");
+  STD_TORCH_CHECK(
+      h.is_contiguous() && out.is_contiguous() && out.numel() == h.numel() && h.size(1) <= txl::kDecodeRows,
+      "h must be contiguous, as out, and of few tokens");
+  STD_TORCH_CHECK(!key_range || (key_range->is_contiguous() && key_range->numel() == 2 * h.size(0) &&
+                                 key_range->scalar_type() == ScalarType::Int),
+                  "key_range must be int32 [B, 2]");
+  for (size_t i = 0; i < keys_values.size(); ++i) {
+    txl::Layer t = layer(h, keys_values[i], begin, end, r[i], &weights[kWeights * i]);
+    t.problem.causal = true, t.problem.window_left = window_left, t.problem.window_right = -1;
+    t.problem.scale = scale;
+    if (key_range) t.problem.key_range = static_cast<const int32_t*>(data(*key_range, "key_range"));
+    t.attention_norm.eps = t.feed_norm.eps = eps;
+    t.norm_first = norm_first;
+    t.out = data(out, "out");
+    t.h = i == 0 ? data(h, "h") : t.out;
+    txl::cpu_layer(dtype_of(h), t, torch_pool());
+  }
+}
+
 void cpu_dropout(Tensor x, OptionalTensor gate, int64_t seed, double p, Tensor out) {
   txl::cpu_dropout(dtype_of(x),
                    {data(x, "x"), gate ? data(*gate, "gate") : nullptr, data(out, "out"), x.numel(),
@@ -116,6 +191,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
       " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
       "Tensor(f!)? dv_bias) -> ()");
   m.def("cpu_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def(
+      "cpu_layers(Tensor h, Tensor(a!)[] keys_values, int begin, int end, Tensor[] r, Tensor[] weights, "
+      "Tensor? key_range,"
+      " int window_left, float scale, float eps, bool norm_first, Tensor(b!) out) -> ()");
   m.def("cpu_dropout(Tensor x, Tensor? gate, int seed, float p, Tensor(a!) out) -> ()");
   m.def("cpu_level() -> str");
   m.def("cpu_levels() -> str");
@@ -125,6 +204,7 @@ STABLE_TORCH_LIBRARY_IMPL(txl_kernels, CPU, m) {
   m.impl("cpu_forward", TORCH_BOX(&cpu_forward));
   m.impl("cpu_backward", TORCH_BOX(&cpu_backward));
   m.impl("cpu_linear", TORCH_BOX(&cpu_linear));
+  m.impl("cpu_layers", TORCH_BOX(&cpu_layers));
   m.impl("cpu_dropout", TORCH_BOX(&cpu_dropout));
 }
 

@@ -14,13 +14,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.deterministic
 
 import txl_kernels
-from txl_kernels import BackendUnavailable, philox, rel_attention
+from txl_kernels import BackendUnavailable, cpu, philox, rel_attention
 from txl_kernels.reference import reference
 
 TESTS = Path(__file__).resolve().parent
@@ -390,7 +391,9 @@ def check_broadly(name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> i
             if name == "cpu":
                 check_linear(3, 131, 513, dtype)
                 check_dropout((3, 41, 67), 0.3, dtype)
-                count += 2
+                check_layers(dtype, norm_first=False)
+                check_layers(dtype, norm_first=True)
+                count += 4
     return count
 
 
@@ -428,6 +431,79 @@ def check_dropout(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
             wanted = torch.where(keep, of.double() / (1 - p), 0.0)
             assert got.dtype == dtype and not got[~keep].any()
             torch.testing.assert_close(got.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def layer_inputs(B=2, L=2, H=2, D=17, width=37, d_inner=70, n_layer=2, memory=40, N=30) -> dict[str, Any]:
+    """Arguments of `cpu.layers` in float64: h, and of each layer what it remembers, its r and its weights."""
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5
+
+    shapes = [(H, D), (H, D), (3 * H * D, width), (width, H * D), (width,), (width,)]
+    shapes += [(d_inner, width), (d_inner,), (width, d_inner), (width,), (width,), (width,)]
+    return {
+        "h": torch.randn(B, L, width, dtype=torch.float64),
+        "keys_values": [some(2, B, H, memory + L + 5, D) for _ in range(n_layer)],
+        "begin": 3,
+        "end": 3 + memory + L,
+        "r": [some(H, N, D) for _ in range(n_layer)],
+        "weights": [some(*shape) for _ in range(n_layer) for shape in shapes],
+        "key_range": key_range((2, memory + L), (0, 30 + L))[:B] if B > 1 else None,
+        "window_left": 33,
+        "scale": 1.3,
+        "eps": 1e-5,
+        "norm_first": False,
+    }
+
+
+def cast_layers(x: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of `layer_inputs` in this dtype."""
+    cast = {n: [t.to(dtype, copy=True) for t in x[n]] for n in ("keys_values", "r", "weights")}
+    return {**x, "h": x["h"].to(dtype, copy=True), **cast}
+
+
+def plain_layers(h, keys_values, begin, end, r, weights, key_range, window_left, scale, eps, norm_first):
+    """`cpu.layers` in PyTorch."""
+    linear, norm = torch.nn.functional.linear, torch.nn.functional.layer_norm
+    L, width = h.shape[1], h.shape[2:]
+    for i, (kv, positions) in enumerate(zip(keys_values, r, strict=True)):
+        u, v, qkv, o, gain_1, shift_1, *halves, gain_2, shift_2 = weights[12 * i : 12 * i + 12]
+        inner, inner_bias, outer, outer_bias = halves
+        x = norm(h, width, gain_1, shift_1, eps) if norm_first else h
+        heads = linear(x, qkv).unflatten(-1, (3, *u.shape)).permute(2, 0, 3, 1, 4)  # [3, B, H, L, D]
+        kv[:, :, :, end - L : end] = heads[1:]
+        keys, values = kv[:, :, :, begin:end]
+        options = dict(window_size=(window_left, -1), key_range=key_range, scale=scale)
+        seen = reference(heads[0], keys, values, positions, u, v, **options)
+        h = h + linear(seen.transpose(1, 2).flatten(2), o)
+        h = h if norm_first else norm(h, width, gain_1, shift_1, eps)
+        x = norm(h, width, gain_2, shift_2, eps) if norm_first else h
+        h = h + linear(linear(x, inner, inner_bias).relu(), outer, outer_bias)
+        h = h if norm_first else norm(h, width, gain_2, shift_2, eps)
+    return h
+
+
+def check_layers(dtype: torch.dtype, norm_first: bool, **sizes: int) -> None:
+    """`cpu.layers` against float64: its result, and the keys and values it writes, and only those."""
+    exact = layer_inputs(**sizes) | {"norm_first": norm_first}
+    given, plain = cast_layers(exact, dtype), cast_layers(exact, dtype)
+    begin, end, L = exact["begin"], exact["end"], exact["h"].shape[1]
+    for kv in given["keys_values"]:  # what nobody may read
+        for outside in (kv[:, :, :, :begin], kv[:, :, :, end - L :]):
+            outside.fill_(math.nan)
+    with torch.no_grad():
+        got, of_torch, want = cpu.layers(**given), plain_layers(**plain), plain_layers(**exact)
+    assert got.dtype == dtype
+
+    def error(x: torch.Tensor, y: torch.Tensor) -> float:
+        return (x.double() - y).norm().item()
+
+    room = 4 * torch.finfo(dtype).eps
+    assert error(got, want) <= 2 * error(of_torch, want) + room * want.norm()
+    for kvs in zip(*(x["keys_values"] for x in (given, plain, exact)), strict=True):
+        mine, theirs, wanted = (kv[:, :, :, begin:end] for kv in kvs)
+        assert error(mine, wanted) <= 2 * error(theirs, wanted) + room * wanted.norm()
+        assert kvs[0][:, :, :, :begin].isnan().all() and kvs[0][:, :, :, end:].isnan().all()
 
 
 def inside_larger(t: torch.Tensor) -> torch.Tensor:

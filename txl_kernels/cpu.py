@@ -14,6 +14,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 _DENSE = (Tensor, torch.nn.Parameter)
 _LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
+_OPS = ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout")
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
 _loaded = False
@@ -30,7 +31,9 @@ def unavailable() -> str | None:
 
 
 def _load() -> str | None:
-    return load_library(_LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_dropout"), _MEND)
+    return load_library(
+        _LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout"), _MEND
+    )
 
 
 def takes(x: Tensor) -> bool:
@@ -144,3 +147,46 @@ def backward(
             None if bias_v is None else dv_bias,
         )
     return dq, dk, dv, dr, du, dv_bias
+
+
+def layers(
+    h: Tensor,
+    keys_values: list[Tensor],
+    begin: int,
+    end: int,
+    r: list[Tensor],
+    weights: list[Tensor],
+    key_range: Tensor | None,
+    window_left: int,
+    scale: float,
+    eps: float,
+    norm_first: bool,
+) -> Tensor:
+    """Layers of Transformer-XL, one after the other, for up to eight tokens h [B, T, d_model]; no gradients.
+
+    Causal, r_zero = N - 1. Everything contiguous and of one dtype.
+
+    Args:
+        keys_values: of each layer, [2, B, H, capacity, D]. The keys begin <= j < end are attended; the last T
+            of them are room for those of h, which the call writes.
+        r: of each layer, [H, N, D].
+        weights: of each layer u and v [H, D]; what makes q, k and v [3 H D, d_model]; what takes attention's
+            result [d_model, H D]; LayerNorm's weight and bias [d_model]; weight and bias of feed-forward's
+            halves, [d_inner, d_model] and [d_model, d_inner]; LayerNorm's again.
+        key_range: int32 [B, 2] or None, as of `rel_attention`.
+        window_left: keys seen before a query's own; -1: all.
+        scale: of attention's scores.
+        eps: LayerNorm's.
+        norm_first: pre-LN: LayerNorm of what attention and feed-forward read, not of the sums they end in.
+
+    Returns:
+        [B, T, d_model].
+
+    Raises:
+        RuntimeError: for tensors that do not go together.
+    """
+    out = torch.empty_like(h)
+    torch.ops.txl_kernels.cpu_layers.default(
+        h, keys_values, begin, end, r, weights, key_range, window_left, scale, eps, norm_first, out
+    )
+    return out

@@ -26,7 +26,6 @@ from txl_model.memory import KeyValues
 class Sight(NamedTuple):
     """What the queries of a segment may see, and the kernel that looks."""
 
-    n_rows: int  # distances with a row of their own
     window_size: tuple[int, int]
     key_range: Tensor | None  # int32 [B, 2]
     backend: str | None
@@ -109,8 +108,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`_attend` to what is remembered and to kv [2, B, H, T, D] of this segment, which join it."""
         k, v = past.append(kv)
-        r = past.rows(lambda: self.rows(positions))[:, -sight.n_rows :]
-        return self._attend(q, k, v, r, biases, sight)
+        return self._attend(q, k, v, past.rows(lambda: self.rows(positions)), biases, sight)
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, d_model] -> q [B, H, T, D], k and v [2, B, H, T, D]."""

@@ -224,6 +224,8 @@ class _Store:
         self.keys_values: list[Tensor | None] = [None] * n_layer
         # r [H, N, D], furthest first.
         self.rows: list[Tensor | None] = [None] * n_layer
+        # Those of all layers as `few_tokens` takes them, and of which model. They do not move either.
+        self.weights: tuple[object, list[Tensor]] | None = None
         # With zero_memory, what a hidden state of zeros gives: [2, 1, H, 1, D].
         self.zeros: list[Tensor] | None = None
 
@@ -236,7 +238,7 @@ class KeyValues:
     layer: int
     begin: int  # remembered are the keys begin <= j < end of the store
     end: int
-    n_project: int  # positions to make `rows` of; 0: they are there
+    n_project: int  # positions to make `rows` of; 0: they are there, maybe for further distances too
 
     def append(self, kv: Tensor) -> tuple[Tensor, ...]:
         """kv [2, B, H, T, D] of this segment -> k and v of memory and segment, [B, H, K, D], views."""

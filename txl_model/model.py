@@ -7,7 +7,6 @@ N rows of positions, furthest distance first.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,52 +16,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from txl_model import few_tokens
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl_model.attention import ATTENTION, Sight
+from txl_model.attention import Sight
+from txl_model.block import Block
 from txl_model.config import TransformerXLConfig
-from txl_model.layers import Dropout, Linear, ReluDropout
+from txl_model.layers import Dropout
 from txl_model.memory import HiddenMemory, KeyValueMemory, KeyValues, Memory, Reading
 from txl_model.positions import last_rows, position_embedding
-
-
-class FeedForward(nn.Module):
-    """Two linear layers on each token by itself."""
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__()
-        self.pre_lnorm = config.pre_lnorm
-        layers: dict[str, nn.Module] = {
-            "0": Linear(config.d_model, config.d_inner),
-            "1": ReluDropout(config.dropout, config.variational),  # in one, for two in the published code
-            "3": Linear(config.d_inner, config.d_model),
-            "4": Dropout(config.dropout, config.variational),
-        }
-        self.net = nn.Sequential(OrderedDict(layers))
-        self.layer_norm = nn.LayerNorm(config.d_model)
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]."""
-        return h + self.net(self.layer_norm(h)) if self.pre_lnorm else self.layer_norm(h + self.net(h))
-
-
-class Block(nn.Module):
-    """One layer: attention, then feed-forward."""
-
-    def __init__(self, config: TransformerXLConfig) -> None:
-        super().__init__()
-        self.attn = ATTENTION[config.attn_type](config)
-        self.ff = FeedForward(config)
-
-    def forward(
-        self,
-        h: Tensor,
-        past: Tensor | KeyValues,
-        positions: tuple[Tensor, ...],
-        biases: tuple[Tensor, ...],
-        sight: Sight,
-    ) -> Tensor:
-        """[B, T, d_model] -> [B, T, d_model]; the arguments are `Attention.forward`'s."""
-        return self.ff(self.attn(h, past, positions, biases, sight))
 
 
 @dataclass(frozen=True)
@@ -226,39 +187,18 @@ class TransformerXL(nn.Module):
 
         reading, klen = memory.reading, memory.length + n_token
         pasts = memory.open(n_token)
-        first = pasts[0]
         h = self.word_emb(input_ids) * math.sqrt(config.d_model)
-        # Rows of positions to project: of all distances, or for the first time of as many as there
-        # will ever be.
-        n_project = first.n_project if isinstance(first, KeyValues) else reading.n_rows(klen)
-        sinusoid = None
-        if config.attn_type == 0 and n_project:
-            # One dropout mask for the positions, shared by all layers.
-            sinusoid = position_embedding(n_project, config.d_model, h.device).to(h.dtype)
-            sinusoid = nn.functional.dropout(sinusoid, config.dropout, self.training)
         window = memory.mem_len - 1 + config.same_length_extra
         sight = Sight(
-            n_rows=reading.n_rows(klen) if config.relative else 1,
             window_size=(window, 0) if reading.same_length else (-1, -1),
             key_range=memory.key_range(n_token),
             backend=self.backend,
         )
-
-        inputs = []
-        positions_and_biases = self._positions_and_biases(n_project, sinusoid)
-        if config.attn_type != 2:
-            h = self.drop(h)
-        for i, block in enumerate(self.blocks):
-            inputs.append(h)  # without absolute positions: they will be others when this is memory
-            past: Tensor | KeyValues = pasts[i]
-            absolute = self._absolute_positions(i, klen, reading, h)
-            if absolute is not None:
-                assert isinstance(past, Tensor)  # new_memory gives these models no other
-                past, h = past + absolute[: klen - n_token], h + absolute[klen - n_token :]
-                if config.attn_type == 2:
-                    past, h = self.drop(past), self.drop(h)
-            h = block(h, past, *positions_and_biases[i], sight)
-        hidden = self.drop(h)
+        last = few_tokens.read(self, h, pasts, sight)
+        inputs = [h]
+        if last is None:
+            inputs, last = self._layer_by_layer(h, pasts, sight, reading, klen)
+        hidden = self.drop(last)
 
         loss = token_losses = None
         if labels is not None:
@@ -267,6 +207,39 @@ class TransformerXL(nn.Module):
             loss = token_losses.sum() / (labels != -100).sum().clamp(min=1)
         new_memory = memory.update(pasts, inputs, ext_len)
         return TransformerXLOutput(hidden, new_memory, token_losses, loss, self._logits)
+
+    def _layer_by_layer(
+        self,
+        h: Tensor,
+        pasts: Sequence[Tensor | KeyValues],
+        sight: Sight,
+        reading: Reading,
+        klen: int,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Each layer's input and what the last one makes of its own, [B, T, d_model] each."""
+        config, n_token = self.config, h.shape[1]
+        # Rows of positions to project: of all distances, or for the first time of as many as there
+        # will ever be.
+        n_project = pasts[0].n_project if isinstance(pasts[0], KeyValues) else reading.n_rows(klen)
+        sinusoid = None
+        if config.attn_type == 0 and n_project:
+            # One dropout mask for the positions, shared by all layers.
+            sinusoid = position_embedding(n_project, config.d_model, h.device).to(h.dtype)
+            sinusoid = nn.functional.dropout(sinusoid, config.dropout, self.training)
+        positions_and_biases = self._positions_and_biases(n_project, sinusoid)
+        if config.attn_type != 2:
+            h = self.drop(h)
+        inputs = []
+        for i, (block, past) in enumerate(zip(self.blocks, pasts, strict=True)):
+            inputs.append(h)  # without absolute positions: they will be others when this is memory
+            absolute = self._absolute_positions(i, klen, reading, h)
+            if absolute is not None:
+                assert isinstance(past, Tensor)  # new_memory gives these models no other
+                past, h = past + absolute[: klen - n_token], h + absolute[klen - n_token :]
+                if config.attn_type == 2:
+                    past, h = self.drop(past), self.drop(h)
+            h = block(h, past, *positions_and_biases[i], sight)
+        return inputs, h
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.softmax.logits(hidden, self.word_emb)

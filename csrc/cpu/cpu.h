@@ -23,6 +23,29 @@ struct Linear {
   int64_t rows, outputs, depth, w_row;
 };
 
+// LayerNorm over the last dimension: weight and bias of that many elements.
+struct Norm {
+  const void *weight, *bias;
+  double eps;
+};
+
+constexpr int kDecodeRows = 8;  // queries of a decode call at most; beyond about this many, packing pays
+
+// A layer of Transformer-XL that reads B x L tokens h [B, L, width] of `problem`: attention to k and v, whose
+// last L rows it fills with those of h, then feed-forward. q and out of `attention`, x, out and rows of the
+// matrices are the kernel's own. All of one dtype and, but for views and matrices, contiguous.
+struct Layer {
+  Problem problem;
+  Forward attention;
+  Linear qkv, o;  // qkv: the rows of q, those of k, those of v; no bias
+  Norm attention_norm;
+  Linear inner, outer;
+  Norm feed_norm;
+  bool norm_first;  // pre-LN: the norm of what a branch reads; else that of the sum it ends in
+  const void* h;
+  void* out;  // may be h
+};
+
 // out = x / (1 - p) where dropout keeps it and gate, if there is one, is not zero or less; elsewhere 0. All
 // of one dtype and contiguous.
 struct Elements {
@@ -39,7 +62,8 @@ struct Elements {
 struct Kernels {
   bool (*forward)(const Problem&, const Forward&, const Pool&);
   bool (*backward)(const Problem&, const Backward&, const Pool&);
-  void (*linear)(const Linear&, const Pool&);  // these two never decline
+  void (*linear)(const Linear&, const Pool&);  // these never decline
+  void (*layer)(const Layer&, const Pool&);
   void (*dropout)(const Elements&, const Pool&);
 };
 
@@ -48,6 +72,7 @@ struct Kernels {
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool);
 void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool);
 void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool);
+void cpu_layer(DType dtype, const Layer& tensors, const Pool& pool);  // L <= kDecodeRows
 void cpu_dropout(DType dtype, const Elements& tensors, const Pool& pool);
 
 std::string cpu_level();   // the chosen one

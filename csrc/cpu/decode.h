@@ -7,8 +7,6 @@
 
 namespace txl::TXL_LEVEL {
 
-constexpr int kDecodeRows = 8;  // beyond about this many, packing pays
-
 TXL_INLINE bool decodes(const Problem& p) { return p.L <= kDecodeRows; }
 
 template <class S>

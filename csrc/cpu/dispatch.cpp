@@ -113,6 +113,10 @@ void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) {
   of(level(), dtype).linear(tensors, pool);
 }
 
+void cpu_layer(DType dtype, const Layer& tensors, const Pool& pool) {
+  of(level(), dtype).layer(tensors, pool);
+}
+
 void cpu_dropout(DType dtype, const Elements& tensors, const Pool& pool) {
   of(level(), dtype).dropout(tensors, pool);
 }

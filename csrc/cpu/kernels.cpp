@@ -8,6 +8,7 @@
 #include "decode.h"
 #include "dropout.h"
 #include "forward.h"
+#include "layer.h"
 #include "linear.h"
 
 namespace txl::TXL_LEVEL {
@@ -53,6 +54,8 @@ bool backward(const Problem& p, const Backward& t, const Pool& pool) {
 
 void linear(const Linear& t, const Pool& pool) { LinearKernel<Case::Stored>(t, pool).run(); }
 
+void layer(const Layer& t, const Pool& pool) { LayerKernel<Case::Stored>(t, pool).run(); }
+
 void dropout(const Elements& t, const Pool& pool) { ElementDropout<Case::Stored>(t, pool).run(); }
 
 }  // namespace
@@ -61,6 +64,6 @@ void dropout(const Elements& t, const Pool& pool) { ElementDropout<Case::Stored>
 #define TXL_NAME_(dtype) kernels_##dtype
 #define TXL_NAME(dtype) TXL_NAME_(dtype)
 extern const Kernels TXL_NAME(TXL_DTYPE);
-const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear, dropout};
+const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear, layer, dropout};
 
 }  // namespace txl::TXL_LEVEL
