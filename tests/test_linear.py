@@ -79,12 +79,13 @@ def test_many_rows(rows, outputs, depth, dtype, kernel_calls):
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 16), (16, 9), (1, 1, 16)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gradients(shape, with_bias, transposed):
+@pytest.mark.parametrize("outputs", [7, 40])
+def test_gradients(shape, with_bias, transposed, outputs):
     """Those of torch's own function in float64, with weights either way round."""
     x = torch.randn(shape) if shape != (16, 9) else torch.randn(shape).T
-    weight = torch.randn(16, 7).T if transposed else torch.randn(7, 16)
-    bias = torch.randn(7) if with_bias else None
-    dy = torch.randn(*x.shape[:-1], 7)
+    weight = torch.randn(16, outputs).T if transposed else torch.randn(outputs, 16)
+    bias = torch.randn(outputs) if with_bias else None
+    dy = torch.randn(*x.shape[:-1], outputs)
 
     def gradients(function, cast):
         inputs = [cast(t.detach()).requires_grad_() for t in (x, weight, bias) if t is not None]

@@ -53,10 +53,14 @@ class _Linear(torch.autograd.Function):
         rows = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
         return (
             linear(dy, weight.t()) if for_x else None,
-            # Both transposed, which MKL minds least.
-            rows.t() @ x.reshape(len(rows), x.shape[-1]) if for_weight else None,
+            _of_weight(rows, x.reshape(len(rows), x.shape[-1])) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
+
+
+def _of_weight(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T x. Both transposed, which MKL minds least; oneDNN copies dy, and wins where dy is the smaller."""
+    return linear(dy.t(), x.t()) if x.shape[1] > dy.shape[1] else dy.t() @ x
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from txl_kernels import dropout
 from txl_model import few_tokens
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl_model.attention import Sight
@@ -225,7 +226,8 @@ class TransformerXL(nn.Module):
         if config.attn_type == 0 and n_project:
             # One dropout mask for the positions, shared by all layers.
             sinusoid = position_embedding(n_project, config.d_model, h.device).to(h.dtype)
-            sinusoid = nn.functional.dropout(sinusoid, config.dropout, self.training)
+            if self.training:
+                sinusoid = dropout(sinusoid, config.dropout)
         positions_and_biases = self._positions_and_biases(n_project, sinusoid)
         if config.attn_type != 2:
             h = self.drop(h)

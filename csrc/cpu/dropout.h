@@ -35,10 +35,17 @@ class ElementDropout {
     dropout_words(t_.seed, 0, 0, 0, at / DropoutMask::kGroup, word);
     const S *x = static_cast<const S*>(t_.x) + at, *gate = static_cast<const S*>(t_.gate) + at;
     S* out = static_cast<S*>(t_.out) + at;
-    for (int64_t n = 0; n < count; ++n) {
-      const bool lost = word[n] < threshold_ || (gated && to_float(gate[n]) <= 0);  // NaN passes
-      store_as(out + n, lost ? T{} : to_float(x[n]) * factor_);
+    // Loops over arrays of our own, which become vectors: gates are shut as by a coin, and branches would
+    // wait.
+    T kept[DropoutMask::kGroup] = {};
+    for (int64_t n = 0; n < count; ++n) kept[n] = to_float(x[n]) * factor_;
+    for (int64_t n = 0; n < DropoutMask::kGroup; ++n) kept[n] = word[n] < threshold_ ? T{} : kept[n];
+    if constexpr (gated) {
+      T open[DropoutMask::kGroup] = {};
+      for (int64_t n = 0; n < count; ++n) open[n] = to_float(gate[n]);
+      for (int64_t n = 0; n < DropoutMask::kGroup; ++n) kept[n] = open[n] <= 0 ? T{} : kept[n];  // NaN passes
     }
+    for (int64_t n = 0; n < count; ++n) store_as(out + n, kept[n]);
   }
 
   const Elements& t_;
