@@ -144,12 +144,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     it.add_argument(
         "--shorten", type=whole, default=1, metavar="N", help="divide all lengths by N, for a trial (1)"
     )
-    it.add_argument("--repeat", type=whole, default=7, help="samples; medians count (7)")
+    it.add_argument("--repeat", type=whole, default=15, help="samples; medians count (15)")
     it.add_argument(
         "--budget",
         type=positive(float),
-        default=12.0,
-        help="seconds after which three samples are enough (12)",
+        default=24.0,
+        help="seconds after which three samples are enough (24)",
     )
     it.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
     it.add_argument("--json", type=Path, metavar="PATH", help="write all that was measured, and the machine")

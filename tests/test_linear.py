@@ -123,6 +123,18 @@ def test_second_gradients():
     torch.testing.assert_close(twice(linear), twice(F.linear), rtol=1e-4, atol=1e-3)
 
 
+def test_torch_func(kernel_calls):
+    """Transforms are torch's business: they cannot see into kernels."""
+    x, weight = torch.randn(6, 8), torch.randn(3, 8)
+
+    def loss(x):
+        return linear(x, weight).pow(2).sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(x), 2 * x @ weight.T @ weight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.vmap(loss)(x), (x @ weight.T).pow(2).sum(1), rtol=1e-4, atol=1e-4)
+    assert not kernel_calls
+
+
 def test_torch_serves_the_rest(kernel_calls):
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
     with torch.no_grad():

@@ -37,8 +37,13 @@ def _load() -> str | None:
 
 
 def takes(x: Tensor) -> bool:
-    """A dense tensor on the CPU of one of DTYPES: torch must handle other kinds (sharded, fake)."""
-    return x.is_cpu and x.dtype in DTYPES and type(x) in _DENSE
+    """A dense tensor on the CPU of one of DTYPES. Other kinds (sharded, fake, in torch.func) are torch's."""
+    return (
+        x.is_cpu
+        and x.dtype in DTYPES
+        and type(x) in _DENSE
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

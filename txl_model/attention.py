@@ -64,7 +64,8 @@ class Attention(nn.Module):
             # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
             # And it wants no gradient: projected by itself, backward computes none.
             remembered, h_in = (self.layer_norm(past), self.layer_norm(h)) if self.pre_lnorm else (past, h)
-            w_q, w_kv = self.qkv_net.weight.tensor_split([self.n_head * self.d_head])
+            d_attn = self.n_head * self.d_head
+            w_q, w_kv = self.qkv_net.weight.split([d_attn, 2 * d_attn])
             kv = torch.cat([linear(remembered, w_kv), linear(h_in, w_kv)], dim=1)
             k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
             q = self._heads(linear(h_in, w_q))
