@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../philox.h"
 #include "../rel_attn.h"
@@ -90,20 +91,26 @@ TXL_INLINE V vmax(V a, V b) {
   return a > b ? a : b;
 }
 
+// All lanes joined, in the first: by halves.
+template <int kStep, typename V, typename F, size_t... I>
+TXL_INLINE V fold(V v, F join, std::index_sequence<I...> lanes) {
+  v = join(v, V(__builtin_shufflevector(v, v, ((I + kStep) % sizeof...(I))...)));
+  if constexpr (kStep > 1)
+    return fold<kStep / 2>(v, join, lanes);
+  else
+    return v;
+}
+
 template <typename T>
 TXL_INLINE T horizontal_sum(Vec<T> v) {
-  T lane[kLanes<T>];
-  store(lane, v);
-  for (int width = kLanes<T> / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return fold<kLanes<T> / 2>(
+      v, [](Vec<T> a, Vec<T> b) { return a + b; }, std::make_index_sequence<kLanes<T>>{})[0];
 }
 
 template <typename T>
 TXL_INLINE T horizontal_max(Vec<T> v) {
-  T m = v[0];
-  for (int i = 1; i < kLanes<T>; ++i) m = m > v[i] ? m : v[i];
-  return m;
+  return fold<kLanes<T> / 2>(
+      v, [](Vec<T> a, Vec<T> b) { return vmax(a, b); }, std::make_index_sequence<kLanes<T>>{})[0];
 }
 
 // 2^x. Relative error below 1e-8 (float), 1e-16 (double) plus rounding; exactly 0 for x = -inf and for
