@@ -8,7 +8,6 @@ FOLDER/notes-RANK.json.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -65,7 +64,7 @@ class Interrupting:
         for segment in self.batches:
             self.left -= 1
             if self.left == 0 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             yield segment
 
 

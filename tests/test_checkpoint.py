@@ -65,7 +65,7 @@ def stop_at(step: int, out_dir: Path, **fields: object) -> TrainResult:
         def __iter__(self):
             for segment in self.batches:
                 if trainer.state.progress.step == step - 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
                 yield segment
 
     trainer = make_trainer(out_dir, **fields)

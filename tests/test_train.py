@@ -255,7 +255,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number
 
     def at_step_5(event):
         if event["event"] == "train" and event["step"] == 5:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     result = run(tmp_path / "stopped", on_event=at_step_5)
@@ -269,8 +269,8 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number
 def test_a_second_ctrl_c_is_not_held_back(tmp_path):
     def twice(event):
         if event["step"] == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, on_event=twice)
@@ -285,7 +285,7 @@ def test_a_signal_interrupts_an_evaluation_which_is_made_up_for(tmp_path):
     def long(model, progress):
         seen.append(evaluate(model))
         if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         progress(50)
         return seen[-1]
 
@@ -301,7 +301,7 @@ def test_a_signal_interrupts_an_evaluation_which_is_made_up_for(tmp_path):
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path):
     class Interrupting:
         def __iter__(self):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return iter(())
 
     result = run(tmp_path, batches=Interrupting())
@@ -432,7 +432,7 @@ def test_train_on_a_corpus(tmp_path, corpus, model, fields):
 
     def stop(event):
         if event["event"] == "train" and event["step"] == 9 and not stopped:
-            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+            stopped.append(signal.raise_signal(signal.SIGTERM))
 
     result = train(config, train_config(**fields), corpus, tmp_path / "stopped", on_event=stop)
     assert result.step == 9 and result.signal == signal.SIGTERM
