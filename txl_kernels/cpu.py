@@ -37,9 +37,11 @@ def _load() -> str | None:
 
 
 def takes(x: Tensor) -> bool:
-    """A dense tensor on the CPU of one of DTYPES. Other kinds (sharded, fake, in torch.func) are torch's."""
+    """A dense tensor on the CPU of one of DTYPES, outside of the compiler. Other kinds (sharded, fake, in
+    torch.func) are torch's."""
     return (
-        x.is_cpu
+        not torch.compiler.is_compiling()
+        and x.is_cpu
         and x.dtype in DTYPES
         and type(x) in _DENSE
         and not torch._C._are_functorch_transforms_active()

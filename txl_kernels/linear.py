@@ -83,7 +83,6 @@ def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.numel() > 0
         and (bias is None or (cpu.takes(bias) and bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 

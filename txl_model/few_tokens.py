@@ -36,7 +36,6 @@ def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], s
         or past.n_project  # the layers have not made their positions yet
         or sight.backend not in (None, cpu.NAME)
         or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
         or not cpu.takes(h)
         or cpu.unavailable() is not None
     ):
