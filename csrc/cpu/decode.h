@@ -12,9 +12,8 @@ TXL_INLINE bool decodes(const Problem& p) { return p.L <= kDecodeRows; }
 template <class S>
 class DecodeKernel {
   using T = decltype(to_float(S{}));
-  static constexpr int W = kLanes<T>, kKeys = 1024;  // keys whose scores are held at once
-  // Memory is faster when it is read in a few places in turns: v in runs of keys, k and r by so many lanes.
-  static constexpr int64_t kStreams = 4, kLanesOfStream = W > kStreams ? W / kStreams : 1;
+  static constexpr int W = kLanes<T>, kKeys = 4096;  // keys whose scores are held at most
+  static constexpr int64_t kAhead = 128;             // keys
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
@@ -30,6 +29,7 @@ class DecodeKernel {
         pool_(pool),
         columns_(round_up(p_.D, W)),
         threshold_(DropoutMask::threshold(p_.dropout_p)),
+        keys_(p_.L > 1 ? kKeys / 4 : kKeys),
         // The split depends on the shapes alone, and so does the result.
         parts_(max(1, min(kItems / (p_.B * p_.H), p_.K / kMinKeys))),
         partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
@@ -84,6 +84,9 @@ class DecodeKernel {
     return tail ? load_some(p, static_cast<int>(p_.D % W)) : load_as_float(p);
   }
 
+  // Into the second level of cache: the hardware's own prefetching ends at every page.
+  static TXL_INLINE void fetch(const S* p) { __builtin_prefetch(p, 0, 2); }
+
   void run_part(int64_t unit, int64_t part) {
     const int64_t b = unit % p_.B, h = unit / p_.B;
     const Range share = {p_.K * part / parts_, p_.K * (part + 1) / parts_};
@@ -98,10 +101,10 @@ class DecodeKernel {
       T* o = part_of(unit, part, i);
       for (int64_t d = 0; d < columns_; ++d) o[d] = 0;
     }
-    for (int64_t lo = all.lo; lo < all.hi; lo += kKeys)
+    for (int64_t lo = all.lo; lo < all.hi; lo += keys_)
       for (int64_t i = 0; i < p_.L; ++i) {
         Query& q = queries[i];
-        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + kKeys)};
+        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + keys_)};
         if (!keys.empty()) add_keys(b, h, i, keys, q, part_of(unit, part, i));
       }
     for (int64_t i = 0; i < p_.L; ++i) {
@@ -111,7 +114,7 @@ class DecodeKernel {
     }
   }
 
-  // The keys [lo, hi), at most kKeys, into the running softmax of one query.
+  // These keys, at most kKeys, into the running softmax of one query.
   void add_keys(int64_t b, int64_t h, int64_t i, Range keys, Query& q, T* o) const {
     T s[kKeys];
     const int64_t count = keys.size();
@@ -141,18 +144,12 @@ class DecodeKernel {
     Vec<T> acc[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) acc[n] = load(o + n * W) * fade;
-    const int64_t run = count / kStreams;
-    for (int64_t x = 0; x < run; ++x, v += t_.v.row)
-      for (int64_t stream = 0; stream < kStreams; ++stream) {
-        const int64_t ahead = stream * run;
-        TXL_UNROLL
-        for (int n = 0; n < kN; ++n)
-          acc[n] += s[x + ahead] * values(v + ahead * t_.v.row + n * W, tail && n == kN - 1);
-      }
-    v += (kStreams - 1) * run * t_.v.row;
-    for (int64_t x = kStreams * run; x < count; ++x, v += t_.v.row) {
+    for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
       TXL_UNROLL
-      for (int n = 0; n < kN; ++n) acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
+      for (int n = 0; n < kN; ++n) {
+        fetch(v + kAhead * t_.v.row + n * W);
+        acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
+      }
     }
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) store(o + n * W, acc[n]);
@@ -168,54 +165,43 @@ class DecodeKernel {
     const S* r = t_.r.at<S>(0, h, 0);
     for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
     const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
-      const auto vector = [&](int64_t j, int64_t count, int64_t apart) {
-        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, count, apart, q,
+      for (int64_t j = lo; j < hi; j += W)
+        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, min(hi - j, W), q,
                                          constant, s + (j - keys.lo));
-      };
-      const int64_t run = (hi - lo) / W * kLanesOfStream;
-      for (int64_t x = 0; x < run; x += kLanesOfStream) vector(lo + x, W, run);
-      const int64_t rest = lo + run * (W / kLanesOfStream);
-      if (rest < hi) vector(rest, hi - rest, kLanesOfStream);
     };
     dot(keys.lo, left_end, Size<0>{}, q.far[0]);
     dot(left_end, right_start, Size<1>{}, T{});
     dot(right_start, keys.hi, Size<0>{}, q.far[1]);
   }
 
-  // Scores of a vector of keys: runs of kLanesOfStream neighbours, so many keys `apart`; or of `count`
-  // neighbours.
+  // Scores of `count` keys, at most a vector of them.
   template <bool has_r>
-  void dot_keys(const S* k, const S* r, int64_t count, int64_t apart, const Query& q, T constant,
-                T* s) const {
+  void dot_keys(const S* k, const S* r, int64_t count, const Query& q, T constant, T* s) const {
     Vec<T> product[W] = {};
     in_columns([&](int64_t d, auto kn, auto tail) {
-      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, apart, q.u + d,
-                                                                  q.v + d, product);
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, q.u + d, q.v + d,
+                                                                  product);
     });
     T lane[W];
     store(lane, lane_sums<T>(product) + constant);
-    for (int64_t x = 0; x < count; ++x) s[key_of_lane(x, apart)] = lane[x];
-  }
-
-  static TXL_INLINE int64_t key_of_lane(int64_t lane, int64_t apart) {
-    return lane / kLanesOfStream * apart + lane % kLanesOfStream;
+    for (int64_t x = 0; x < count; ++x) s[x] = lane[x];
   }
 
   // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
   template <bool has_r, int kN, int tail>
-  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, int64_t apart, const T* u,
-                                          const T* v, Vec<T> (&product)[W]) const {
+  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, const T* u, const T* v,
+                                          Vec<T> (&product)[W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
-    for (int64_t x = 0; x < count; ++x) {
-      const S* k_x = k + key_of_lane(x, apart) * t_.k.row;
-      const S* r_x = r + key_of_lane(x, apart) * t_.r.row;
+    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row) {
       Vec<T> content = product[x], position = {};
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        content += qu[n] * values(k_x + n * W, tail && n == kN - 1);
-        if constexpr (has_r) position += qv[n] * values(r_x + n * W, tail && n == kN - 1);
+        fetch(k + kAhead * t_.k.row + n * W);
+        if constexpr (has_r) fetch(r + kAhead * t_.r.row + n * W);
+        content += qu[n] * values(k + n * W, tail && n == kN - 1);
+        if constexpr (has_r) position += qv[n] * values(r + n * W, tail && n == kN - 1);
       }
       product[x] = content + position;
     }
@@ -241,6 +227,8 @@ class DecodeKernel {
   const Pool& pool_;
   const int64_t columns_;
   const uint32_t threshold_;
+  // Long streams are read fastest; of several queries each is to find k and r still in the cache.
+  const int64_t keys_;
   const int64_t parts_;
   Array<T> partial_;
 };
