@@ -13,13 +13,18 @@ template <class S>
 class DecodeKernel {
   using T = decltype(to_float(S{}));
   static constexpr int W = kLanes<T>, kKeys = 4096;  // keys whose scores are held at most
-  static constexpr int64_t kAhead = 128;             // keys
+  static constexpr int64_t kAhead = 128;             // keys between what is fetched and what is used
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
     T far[2];  // (q + bias_v) . r at the two ends of r
     Range keys;
     T m = -static_cast<T>(INFINITY), l = 0;
+  };
+
+  struct Rows {
+    const S *k, *r;
+    Rows from(int64_t d) const { return {k + d, r + d}; }
   };
 
  public:
@@ -147,7 +152,7 @@ class DecodeKernel {
     for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        fetch(v + kAhead * t_.v.row + n * W);
+        fetch(v + (kAhead < count - x ? kAhead * t_.v.row : 0) + n * W);
         acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
       }
     }
@@ -163,11 +168,17 @@ class DecodeKernel {
     const int64_t left_end = near.lo, right_start = max(near.hi, near.lo);
     const S* k = t_.k.at<S>(b, h, 0);
     const S* r = t_.r.at<S>(0, h, 0);
+    const S* v = t_.v.at<S>(b, h, keys.lo);
     for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
     const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
-      for (int64_t j = lo; j < hi; j += W)
-        dot_keys<decltype(has_r)::value>(k + j * t_.k.row, r + p_.band(i, j) * t_.r.row, min(hi - j, W), q,
-                                         constant, s + (j - keys.lo));
+      for (int64_t j = lo; j < hi; j += W) {
+        const Rows now = {k + j * t_.k.row, r + p_.band(i, j) * t_.r.row};
+        // What is read behind the last key are the values.
+        const int64_t past = j + kAhead - keys.hi;
+        const Rows ahead = {past < 0 ? now.k + kAhead * t_.k.row : v + past * t_.v.row,
+                            j + kAhead < hi ? now.r + kAhead * t_.r.row : now.r};
+        dot_keys<decltype(has_r)::value>(now, ahead, min(hi - j, W), q, constant, s + (j - keys.lo));
+      }
     };
     dot(keys.lo, left_end, Size<0>{}, q.far[0]);
     dot(left_end, right_start, Size<1>{}, T{});
@@ -176,11 +187,11 @@ class DecodeKernel {
 
   // Scores of `count` keys, at most a vector of them.
   template <bool has_r>
-  void dot_keys(const S* k, const S* r, int64_t count, const Query& q, T constant, T* s) const {
+  void dot_keys(Rows now, Rows ahead, int64_t count, const Query& q, T constant, T* s) const {
     Vec<T> product[W] = {};
     in_columns([&](int64_t d, auto kn, auto tail) {
-      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(k + d, r + d, count, q.u + d, q.v + d,
-                                                                  product);
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(now.from(d), ahead.from(d), count, q.u + d,
+                                                                  q.v + d, product);
     });
     T lane[W];
     store(lane, lane_sums<T>(product) + constant);
@@ -189,21 +200,25 @@ class DecodeKernel {
 
   // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
   template <bool has_r, int kN, int tail>
-  __attribute__((noinline)) void add_dots(const S* k, const S* r, int64_t count, const T* u, const T* v,
+  __attribute__((noinline)) void add_dots(Rows now, Rows ahead, int64_t count, const T* u, const T* v,
                                           Vec<T> (&product)[W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
-    for (int64_t x = 0; x < count; ++x, k += t_.k.row, r += t_.r.row) {
+    for (int64_t x = 0; x < count; ++x) {
       Vec<T> content = product[x], position = {};
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        fetch(k + kAhead * t_.k.row + n * W);
-        if constexpr (has_r) fetch(r + kAhead * t_.r.row + n * W);
-        content += qu[n] * values(k + n * W, tail && n == kN - 1);
-        if constexpr (has_r) position += qv[n] * values(r + n * W, tail && n == kN - 1);
+        fetch(ahead.k + n * W);
+        content += qu[n] * values(now.k + n * W, tail && n == kN - 1);
+        if constexpr (has_r) {
+          fetch(ahead.r + n * W);
+          position += qv[n] * values(now.r + n * W, tail && n == kN - 1);
+        }
       }
       product[x] = content + position;
+      now.k += t_.k.row, now.r += t_.r.row;
+      ahead.k += t_.k.row, ahead.r += t_.r.row;
     }
   }
 
