@@ -294,7 +294,7 @@ def test_bad_input():
 def allocations(call) -> list[int]:
     """Bytes of every buffer that torch's allocator hands out during a call, kernels' own included."""
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
         call()
     events = profile.profiler.kineto_results.events()

@@ -154,7 +154,7 @@ def rel_attention(
             raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
 
     device = q.device
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if reference.has_autocast(device) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         q, k, v, r = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(r, dtype)
         bias_u = None if bias_u is None else _cast(bias_u, dtype)

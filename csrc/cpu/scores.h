@@ -92,7 +92,7 @@ TXL_INLINE void mask_tile(Vec<T> (&acc)[kM][kN], const Block& block, int64_t m0,
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) {
       const Vec<Int<T>> j = lane + n * kLanes<T>;
-      acc[m][n] = (j >= lo) & (j < hi) ? acc[m][n] : splat(masked);
+      acc[m][n] = ((j >= lo) & (j < hi)) ? acc[m][n] : splat(masked);
     }
   }
 }
