@@ -266,6 +266,15 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """As Python has it at a terminal. A shell's background jobs ignore Ctrl-C, and so do tests in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_a_second_ctrl_c_is_not_held_back(tmp_path):
     def twice(event):
         if event["step"] == 5:

@@ -250,6 +250,22 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("D", [8, 40])
+def test_rows_begin_where_loads_of_16_bytes_need_them(D):
+    """A GPU stops at a wide load from elsewhere; the interpreter does not."""
+    wide = torch.randn(2, 3, 5, 48).half()
+    odd_row = torch.randn(2, 3, 5, D + 1).half()[..., :D]
+    odd_batch = (
+        torch.randn(2, 3 * 5 * 48 + 4).half().as_strided((2, 3, 5, D), (3 * 5 * 48 + 4, 5 * 48, 48, 1))
+    )
+    for x in (wide[..., 1 : D + 1], odd_row, odd_batch):
+        rows = backend._rows(x)
+        assert torch.equal(rows, x)
+        assert rows.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in rows.stride()[:-1])
+    aligned = wide[..., :D]
+    assert backend._rows(aligned) is aligned
+
+
 @interpreted
 @pytest.mark.parametrize("sizes, options", CASES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.BM}x{t.BN}")

@@ -152,9 +152,13 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous or rows lie too far apart for 32-bit offsets."""
+    """x, or a copy if its last dimension is not contiguous, if rows lie too far apart for 32-bit offsets, or
+    if they do not begin where `load_rows` takes them to."""
     near = x.stride(-2) < _MAX_ROW_STRIDE
-    return contiguous_rows(x) if near else x.clone(memory_format=torch.contiguous_format)
+    aligned = x.shape[-1] % 16 != 8 or (
+        x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    )
+    return contiguous_rows(x) if near and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _view(x: Tensor) -> View:

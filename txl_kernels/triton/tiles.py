@@ -272,9 +272,13 @@ def load_rows(base, stride, start, rows, exist, D: tl.constexpr, BD: tl.constexp
     """Rows start + rows: [rows, BD]; zeros where one does not exist, and beyond column D. ALL: all exist.
 
     Only the start is an address of 64 bits: the launcher sees to it that offsets within a tile fit into 32.
+    Where 8 and not 16 divides D, it sees to it that rows begin at multiples of 16 bytes: for loads as wide as
+    that. (Triton notes of a stride whether 16 divides it, and no less.)
     """
     d = tl.arange(0, BD)[None, :]
     pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d)
+    if D % 16 == 8:
+        pointers = tl.multiple_of(pointers, (16, 16))
     mask = None if ALL else exist[:, None]
     if D != BD:
         mask = d < D if ALL else mask & (d < D)
