@@ -512,8 +512,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=positive(float),
-        default=6.0,
-        help="seconds after which a way gets no more than three (6)",
+        default=4.0,
+        help="seconds after which a way gets no more than three (4)",
     )
     parser.add_argument(
         "--no-memory", dest="memory", action="store_false", help="leave out the memory measurement"
