@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_helpers import ADAPTIVE, VOCAB, B, in_segments, small_model, tokens
+from packaging.version import Version
 
 from txl_model import TransformerXL, TransformerXLConfig
 from txl_model.layers import Dropout, ReluDropout
@@ -450,6 +451,7 @@ def test_compiled_blocks(fields, compiler):
     for block in compiled.blocks:
         block.compile(backend=compiler)
     text, results = tokens(40), []
+    settled = 2 if Version(torch.__version__) >= Version("2.12") else 4  # 2.10 compiles more
     for model in (plain, compiled):
         memory, losses = None, []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -465,7 +467,7 @@ def test_compiled_blocks(fields, compiler):
         with torch.no_grad():
             memory = model.new_memory(B, mem_len=9)
             for n, segment in enumerate(text.split(4, dim=1)):
-                with torch.compiler.set_stance("fail_on_recompile" if n >= 4 else "default"):
+                with torch.compiler.set_stance("fail_on_recompile" if n >= settled else "default"):
                     out = model(segment, memory)
                 memory = out.memory
         results.append((torch.stack(losses), out.logits))
