@@ -34,7 +34,6 @@ class DecodeKernel {
         pool_(pool),
         columns_(round_up(p_.D, W)),
         threshold_(DropoutMask::threshold(p_.dropout_p)),
-        keys_(p_.L > 1 ? kKeys / 4 : kKeys),
         // The split depends on the shapes alone, and so does the result.
         parts_(max(1, min(kItems / (p_.B * p_.H), p_.K / kMinKeys))),
         partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
@@ -106,10 +105,12 @@ class DecodeKernel {
       T* o = part_of(unit, part, i);
       for (int64_t d = 0; d < columns_; ++d) o[d] = 0;
     }
-    for (int64_t lo = all.lo; lo < all.hi; lo += keys_)
+    // Long streams are read fastest; of several queries each is to find k and r still in the cache.
+    const int64_t step = p_.L > 1 ? kKeys / 4 : kKeys;
+    for (int64_t lo = all.lo; lo < all.hi; lo += step)
       for (int64_t i = 0; i < p_.L; ++i) {
         Query& q = queries[i];
-        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + keys_)};
+        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + step)};
         if (!keys.empty()) add_keys(b, h, i, keys, q, part_of(unit, part, i));
       }
     for (int64_t i = 0; i < p_.L; ++i) {
@@ -242,8 +243,6 @@ class DecodeKernel {
   const Pool& pool_;
   const int64_t columns_;
   const uint32_t threshold_;
-  // Long streams are read fastest; of several queries each is to find k and r still in the cache.
-  const int64_t keys_;
   const int64_t parts_;
   Array<T> partial_;
 };
