@@ -43,7 +43,7 @@ AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 # GCC's AVX-512 headers read values they leave undefined (GCC bug 105593). Clang knows the first option only.
 AVX512_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
-# Vector levels above the baseline: name, flags, dtypes (only bf16 gains anything from avx512_bf16), and an
+# Vector levels above the baseline: name, flags, dtypes (only bf16 gains anything from the last two), and an
 # expression that only a compiler and an assembler that really know the level can build.
 X86_LEVELS = [
     ("avx2", AVX2_FLAGS, DTYPES, "_mm256_fmadd_ps(__m256(), __m256(), __m256())"),
@@ -53,6 +53,12 @@ X86_LEVELS = [
         [*AVX512_FLAGS, "-mavx512bf16"],
         ["bf16"],
         "_mm512_dpbf16_ps(__m512(), __m512bh(), __m512bh())",
+    ),
+    (
+        "amx_bf16",
+        [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+        ["bf16"],
+        "[] { _tile_dpbf16ps(0, 1, 2); return 0; }()",
     ),
 ]
 

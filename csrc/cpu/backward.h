@@ -15,45 +15,24 @@
 
 namespace txl::TXL_LEVEL {
 
-// p = 2^(score - lse), 0 where masked.
-template <class C, int kM>
-__attribute__((noinline)) static void probability_tile(
-    const Block& block, bool partial, int64_t m0, int64_t tile_key, const typename C::Elem* qu, int64_t ldq,
-    int64_t depth, const typename C::Elem* k_panel, const typename C::Acc* band, int64_t row_step,
-    int64_t vector_step, const typename C::Acc* lse2, typename C::Acc* p, int64_t pitch) {
-  using T = typename C::Acc;
-  Vec<T> acc[kM][kVectors];
-  score_tile<C, kM>(acc, qu, ldq, depth, k_panel, band, row_step, vector_step);
-  if (partial) mask_tile<T>(acc, block, m0, tile_key, -static_cast<T>(INFINITY));
+// A tile of probabilities, 2^(score - lse), from one of scores.
+template <typename T, int kM, int kN>
+TXL_INLINE void probabilities(Vec<T> (&acc)[kM][kN], const T* lse2) {
   TXL_UNROLL
   for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kVectors; ++n) store(p + m * pitch + n * kLanes<T>, exp2(acc[m][n] - lse2[m]));
+  for (int n = 0; n < kN; ++n) acc[m][n] = exp2(acc[m][n] - lse2[m]);
 }
 
-// ds = dropped * (dO v^T) - p * delta, 0 where masked; also stored skewed where `dt` is given.
-template <class C, int kM>
-__attribute__((noinline)) static void score_gradient_tile(
-    const Block& block, bool partial, int64_t m0, int64_t tile_key, const typename C::Elem* dout, int64_t ldo,
-    int64_t depth, const typename C::Elem* v_panel, const typename C::Acc* p, const typename C::Acc* dropped,
-    const typename C::Acc* delta, typename C::Acc* ds, int64_t pitch, typename C::Acc* dt,
-    int64_t dt_row_step) {
-  using T = typename C::Acc;
-  Vec<T> acc[kM][kVectors] = {};
-  multiply<C, A::rows>(acc, dout, ldo, v_panel, kPanel<C>, depth);
+// A tile of dS from one of dP' = dO v^T: dropped * dP' - p * delta.
+template <typename T, int kM, int kN>
+TXL_INLINE void score_gradient(Vec<T> (&acc)[kM][kN], const T* p, const T* dropped, int64_t pitch,
+                               const T* delta) {
   TXL_UNROLL
   for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kVectors; ++n) {
+  for (int n = 0; n < kN; ++n) {
     const int64_t at = m * pitch + n * kLanes<T>;
     acc[m][n] = load(dropped + at) * acc[m][n] - load(p + at) * delta[m];
   }
-  if (partial) mask_tile<T>(acc, block, m0, tile_key, T{});
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kVectors; ++n) store(ds + m * pitch + n * kLanes<T>, acc[m][n]);
-  if (!dt) return;
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kVectors; ++n) store(dt + m * dt_row_step + n * kLanes<T>, acc[m][n]);
 }
 
 // A block of rows in both layouts that products read: broadcast along a row, and as B rows of the depth.
@@ -88,10 +67,13 @@ template <class C, class S>
 class BackwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  static constexpr int kBlockRows = 12 * kRows, kChunkKeys = 256;
+  static constexpr int kBlockRows = kTiled<C> ? 64 : 12 * kRows, kChunkKeys = 256;
   static constexpr int kWidth = kPanel<C>;
   static constexpr int64_t kPitch = kChunkKeys + 16;
   static constexpr int64_t kSlopePitch = kChunkKeys + kBlockRows + 2 * kWidth + 16;
+  static constexpr int kStep = C::depth * C::whole;  // rows or columns that a product sums over come in these
+  // How the operand lies whose depth runs over rows of the block: tiles are read from rows, so it is turned.
+  static constexpr A kAcross = kTiled<C> ? A::rows : A::columns;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
   // What the gradients of a share of the queries are added to: two blocks of memory.
@@ -127,7 +109,7 @@ class BackwardKernel {
       : p_(problem),
         t_(tensors),
         pool_(pool),
-        depth_((p_.D + C::depth - 1) / C::depth),
+        depth_(depth_of<C>(p_.D)),
         columns_(round_up(p_.D, kLanes<T> * C::depth)),
         keys_(round_up(p_.K, kWidth)),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
@@ -297,7 +279,7 @@ class BackwardKernel {
 
   // The block's rows, packed; rows that see nothing are zeros.
   void pack_block(const Block& block, int64_t b, int64_t h, Scratch& s, Vec<T>& poison) const {
-    const int64_t rows = round_up(block.rows, C::depth);
+    const int64_t rows = round_up(block.rows, kStep);
     const auto fill = [&](const View& x, const View& bias, T factor, T* values) {
       const S* add = bias.data ? bias.at<S>(0, h, 0) : nullptr;
       for (int64_t m = 0; m < rows; ++m) {
@@ -373,20 +355,18 @@ class BackwardKernel {
     const Range in_band = band_tiles<C>(block, lo, hi);
     if (!in_band.empty()) {
       window.advance(in_band.lo, in_band.hi);
-      if (slope.start < 0)
-        slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, C::depth);
+      if (slope.start < 0) slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kStep);
       slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
     }
     const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
     for (int64_t j = lo; j < hi; j += kWidth) {
-      const typename Window::Reader band = window.read(block.place(j, j + kWidth), j);
       const bool partial = !block.all_see(j, j + kWidth);
-      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
-        probability_tile<C, decltype(km)::value>(block, partial, m, j, qu.along + m * qu.lda, qu.lda, depth_,
-                                                 s.k_panels + j * depth_, band.start + m * band.row_step,
-                                                 band.row_step, band.vector_step, s.lse2 + m,
-                                                 s.prob + m * kPitch + (j - lo), kPitch);
-      });
+      panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * depth_,
+                       window.read(block.place(j, j + kWidth), j), s.prob + (j - lo), kPitch,
+                       [&](auto& acc, int64_t m) {
+                         if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
+                         probabilities<T>(acc, s.lse2 + m);
+                       });
     }
     if (p_.dropout_p > 0) {
       const T kept = static_cast<T>(1 / (1 - p_.dropout_p));
@@ -400,13 +380,13 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
       T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
-      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
-        score_gradient_tile<C, decltype(km)::value>(
-            block, partial, m, j, dout.along + m * dout.lda, dout.lda, depth_, s.v_panels + j * depth_,
-            s.prob + m * kPitch + (j - lo), s.dropped + m * kPitch + (j - lo), s.delta + m,
-            s.ds + m * kPitch + (j - lo), kPitch, banded ? skewed + m * (kSlopePitch - 1) : nullptr,
-            kSlopePitch - 1);
-      });
+      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * depth_, {}, s.ds + (j - lo),
+                       kPitch, [&](auto& acc, int64_t m) {
+                         const int64_t at = m * kPitch + (j - lo);
+                         score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.delta + m);
+                         if (partial) mask_tile<T>(acc, block, m, j, T{});
+                         if (banded) store_tile<T>(skewed + m * (kSlopePitch - 1), kSlopePitch - 1, acc);
+                       });
       if (!banded) {
         T* sum = s.far_sum + (block.place(j, j + kWidth) == Block::Place::far_right) * kBlockRows;
         for (int m = 0; m < block.rows; ++m) {
@@ -421,12 +401,12 @@ class BackwardKernel {
 
   // dv, dk and the content part of dq from the chunk [lo, hi).
   void add_content(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
-    const int64_t row_steps = round_up(block.rows, C::depth) / C::depth, keys = hi - lo;
+    const int64_t row_steps = round_up(block.rows, kStep) / C::depth, keys = hi - lo;
     const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
     const auto add_keys = [&](T* values, const Rows<C>& rows, T* sums) {
       const auto x = across(values, kPitch, block.rows, keys, s);
-      add_product<C, A::columns>(keys, columns_, row_steps, x.data, x.pitch, rows.across, columns_,
-                                 sums + lo * columns_, columns_);
+      add_product<C, kAcross>(keys, columns_, row_steps, x.data, x.pitch, rows.across, columns_,
+                              sums + lo * columns_, columns_);
     };
     add_keys(s.dropped, dout, s.sums.dv);
     add_keys(s.ds, qu, s.sums.dk);
@@ -441,17 +421,16 @@ class BackwardKernel {
     if (slope.start < 0) return;
     int64_t done = slope.written;
     if (!last)
-      done =
-          max(0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, C::depth)));
-    const int64_t count = round_up(done, C::depth), row_steps = round_up(block.rows, C::depth) / C::depth;
+      done = max(0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, kStep)));
+    const int64_t count = round_up(done, kStep), row_steps = round_up(block.rows, kStep) / C::depth;
     if (count > 0) {
       const auto x = along(s.slope, kSlopePitch, block.rows, count, s);
       add_product<C, A::rows>(block.rows, columns_, count / C::depth, x.data, x.pitch,
                               s.r_rows + slope.start / C::depth * columns_, columns_, s.dq_position,
                               columns_);
       const auto y = across(s.slope, kSlopePitch, block.rows, count, s);
-      add_product<C, A::columns>(count, columns_, row_steps, y.data, y.pitch, operand(s.qv).across, columns_,
-                                 s.sums.dr + slope.start * columns_, columns_);
+      add_product<C, kAcross>(count, columns_, row_steps, y.data, y.pitch, operand(s.qv).across, columns_,
+                              s.sums.dr + slope.start * columns_, columns_);
     }
     if (last) return;
     const int64_t kept = slope.written - done;
@@ -521,9 +500,15 @@ class BackwardKernel {
     if constexpr (C::depth == 1) {
       return {x, pitch};
     } else {
-      if (rows % C::depth) zero(x + rows * pitch, columns);
-      pack_pairs_across<C>(x, pitch, round_up(rows, C::depth), columns, s.across, kSlopePitch);
-      return {s.across, kSlopePitch};
+      const int64_t whole = round_up(rows, kStep);
+      for (int64_t m = rows; m < whole; ++m) zero(x + m * pitch, columns);
+      if constexpr (kTiled<C>) {
+        pack_pairs_turned<C>(x, pitch, whole, columns, s.across, kBlockRows / C::depth);
+        return {s.across, kBlockRows / C::depth};
+      } else {
+        pack_pairs_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
+        return {s.across, kSlopePitch};
+      }
     }
   }
 

@@ -89,26 +89,13 @@ template <class C, class S>
 static void pack_far(const S* row, int64_t D, typename C::Elem* out) {
   using E = typename C::Elem;
   using T = typename C::Acc;
-  for (int64_t d = 0, k = 0; d < D; d += C::depth, ++k) {
+  for (int64_t d = 0, k = 0; k < depth_of<C>(D); d += C::depth, ++k) {
     T x[C::depth] = {};
     for (int i = 0; i < min(C::depth, D - d); ++i) x[i] = to_float(row[d + i]);
     E e;
     pack_elem(&e, x);
     store(out + k * kLanes<E>, splat(e));
   }
-}
-
-// One tile of the band: rows of (q + v) against one panel.
-template <class C, int kM, int kN>
-__attribute__((noinline)) static void band_tile(const typename C::Elem* qv, int64_t ldq, int64_t depth,
-                                                const typename C::Elem* panel, int64_t panel_width,
-                                                typename C::Acc* t, int64_t pitch) {
-  using T = typename C::Acc;
-  Vec<T> acc[kM][kN] = {};
-  multiply<C, A::rows>(acc, qv, ldq, panel, panel_width, depth);
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kN; ++n) store(t + m * pitch + n * kLanes<T>, acc[m][n]);
 }
 
 // The part of the band that the current chunk of keys needs. It slides with the keys: a column is computed
@@ -131,11 +118,10 @@ class BandWindow {
              int64_t ldq, int64_t depth) {
     block_ = &block, columns_ = &columns, r_ = r, qv_ = qv, ldq_ = ldq, depth_ = depth;
     start_ = end_ = 0;
+    memset(far_, 0, 2 * kBlockRows * kFarPitch * sizeof(T));
     for (int side = 0; side < 2; ++side)
-      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
-        band_tile<C, decltype(km)::value, 1>(qv + m * ldq, ldq, depth, r.far[side], kLanes<Elem>,
-                                             far_ + (side * kBlockRows + m) * kFarPitch, kFarPitch);
-      });
+      add_product<C, A::rows>(block.rows, kFarPitch, depth, qv, ldq, r.far[side], kLanes<Elem>,
+                              far_ + side * kBlockRows * kFarPitch, kFarPitch);
   }
 
   // Makes the columns of the tiles [lo, hi) present; keys come in growing order.
@@ -152,20 +138,12 @@ class BandWindow {
     }
     for (; end_ < need_end; end_ += kWidth) {
       const Elem* panel = r_.panels + end_ / kWidth * (kWidth * depth_);
-      in_groups<kRows>(block_->rows, [&](int64_t m, auto km) {
-        band_tile<C, decltype(km)::value, kVectors>(qv_ + m * ldq_, ldq_, depth_, panel, kWidth,
-                                                    t_ + m * kPitch + (end_ - start_), kPitch);
-      });
+      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel, {}, t_ + (end_ - start_), kPitch, AsItIs{});
     }
   }
 
-  // Where row m of the tile that starts at key lo begins: row m + 1 is `row_step` further, the next vector
-  // `vector_step`.
-  struct Reader {
-    const T* start;
-    int64_t row_step, vector_step;
-  };
-  Reader read(Block::Place place, int64_t lo) const {
+  // Where the sums of the tile that starts at key lo do.
+  Start<T> read(Block::Place place, int64_t lo) const {
     if (place == Block::Place::band) return {t_ + (column(0, lo) - start_), kPitch - 1, kLanes<T>};
     return {far_ + (place == Block::Place::far_right) * kBlockRows * kFarPitch, kFarPitch, 0};
   }

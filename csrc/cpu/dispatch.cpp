@@ -6,6 +6,11 @@
 
 #include "cpu.h"
 
+#if TXL_HAVE_AMX_BF16 && !defined(TXL_SOFTWARE_TILES)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace txl {
 
 #define TXL_DECLARE(level)           \
@@ -18,6 +23,7 @@ TXL_DECLARE(baseline)
 TXL_DECLARE(avx2)
 TXL_DECLARE(avx512)
 TXL_DECLARE(avx512_bf16)
+TXL_DECLARE(amx_bf16)
 #undef TXL_DECLARE
 
 namespace {
@@ -27,6 +33,19 @@ struct Level {
   bool runs_here;
   const Kernels *f32, *f64, *bf16;
 };
+
+#if TXL_HAVE_AMX_BF16
+// Linux lets a process use the tiles' registers once it has asked for them (arch_prctl,
+// ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), and only where CPU and kernel have them.
+bool has_tiles() {
+#if defined(TXL_SOFTWARE_TILES)
+  return true;
+#else
+  return __builtin_cpu_supports("amx-tile") != 0 && __builtin_cpu_supports("amx-bf16") != 0 &&
+         syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#endif
+}
+#endif
 
 // Built levels, best last.
 const std::vector<Level>& levels() {
@@ -45,6 +64,10 @@ const std::vector<Level>& levels() {
 #if TXL_HAVE_AVX512 && TXL_HAVE_AVX512_BF16
       {"avx512_bf16", __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw"),
        &avx512::kernels_f32, &avx512::kernels_f64, &avx512_bf16::kernels_bf16},
+#if TXL_HAVE_AMX_BF16
+      {"amx_bf16", __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && has_tiles(),
+       &avx512::kernels_f32, &avx512::kernels_f64, &amx_bf16::kernels_bf16},
+#endif
 #endif
   };
   return built;
@@ -90,9 +113,12 @@ const Kernels& of(const Level& level, DType dtype) {
   }
 }
 
-// The next lower level always has plain arithmetic (only the last level multiplies in pairs), which never
-// declines.
-const Level& plain_level() { return *(&level() - 1); }
+// Asks the chosen level, and while one declines the next lower one: those with plain arithmetic never do.
+template <typename F>
+void ask(DType dtype, F run) {
+  for (const Level* asked = &level(); !run(of(*asked, dtype)); --asked) {
+  }
+}
 
 }  // namespace
 
@@ -100,13 +126,11 @@ std::string cpu_level() { return level().name; }
 std::string cpu_levels() { return join(true); }
 
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool) {
-  if (!of(level(), dtype).forward(problem, tensors, pool))
-    of(plain_level(), dtype).forward(problem, tensors, pool);
+  ask(dtype, [&](const Kernels& kernels) { return kernels.forward(problem, tensors, pool); });
 }
 
 void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool) {
-  if (!of(level(), dtype).backward(problem, tensors, pool))
-    of(plain_level(), dtype).backward(problem, tensors, pool);
+  ask(dtype, [&](const Kernels& kernels) { return kernels.backward(problem, tensors, pool); });
 }
 
 void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) {

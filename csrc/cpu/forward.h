@@ -6,47 +6,6 @@
 
 namespace txl::TXL_LEVEL {
 
-// Scores of a tile into s, and the running maximum of every row, lane by lane.
-template <class C, int kM>
-__attribute__((noinline)) static void store_scores(const Block& block, bool partial, int64_t m0,
-                                                   int64_t tile_key, const typename C::Elem* qu,
-                                                   int64_t depth, const typename C::Elem* k_panel,
-                                                   const typename C::Acc* band, int64_t row_step,
-                                                   int64_t vector_step, typename C::Acc* s, int64_t pitch,
-                                                   typename C::Acc* lane_max) {
-  using T = typename C::Acc;
-  Vec<T> acc[kM][kVectors];
-  score_tile<C, kM>(acc, qu, depth, depth, k_panel, band, row_step, vector_step);
-  if (partial) mask_tile<T>(acc, block, m0, tile_key, -static_cast<T>(INFINITY));
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    Vec<T> top = load(lane_max + m * kLanes<T>);
-    TXL_UNROLL
-    for (int n = 0; n < kVectors; ++n) {
-      store(s + m * pitch + n * kLanes<T>, acc[m][n]);
-      top = vmax(acc[m][n], top);
-    }
-    store(lane_max + m * kLanes<T>, top);
-  }
-}
-
-// O = O * fade + P V for a tile of rows and columns.
-template <class C, int kM, int kN>
-__attribute__((noinline)) static void value_tile(const typename C::Elem* p, int64_t ldp,
-                                                 const typename C::Elem* v, int64_t ldv, int64_t depth,
-                                                 const typename C::Acc* fade, typename C::Acc* o,
-                                                 int64_t ldo) {
-  using T = typename C::Acc;
-  Vec<T> acc[kM][kN];
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kN; ++n) acc[m][n] = load(o + m * ldo + n * kLanes<T>) * fade[m];
-  multiply<C, A::rows>(acc, p, ldp, v, ldv, depth);
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kN; ++n) store(o + m * ldo + n * kLanes<T>, acc[m][n]);
-}
-
 // The running softmax of some rows: m the maximum and l the sum, both of 2^score; o unnormalised,
 // [rows][columns].
 template <typename T>
@@ -59,13 +18,25 @@ struct State {
   }
 };
 
+// The running maximum of every row, lane by lane.
+template <typename T, int kM, int kN>
+TXL_INLINE void keep_maxima(const Vec<T> (&score)[kM][kN], T* lane_max) {
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    Vec<T> top = load(lane_max + m * kLanes<T>);
+    TXL_UNROLL
+    for (int n = 0; n < kN; ++n) top = vmax(score[m][n], top);
+    store(lane_max + m * kLanes<T>, top);
+  }
+}
+
 template <class C, class S>
 class ForwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  static constexpr int kBlockRows = 6 * kRows, kChunkKeys = 512;
+  static constexpr int kBlockRows = kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
   static constexpr int kWidth = kPanel<C>;
-  static constexpr int64_t kScorePitch = kChunkKeys + 16;
+  static constexpr int64_t kScorePitch = kChunkKeys + 16, kPairPitch = kScorePitch / C::depth;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
   // Operands of one (batch, head), packed. v_poisoned: some value is not finite.
@@ -87,7 +58,7 @@ class ForwardKernel {
       : p_(problem),
         t_(tensors),
         pool_(pool),
-        depth_((p_.D + C::depth - 1) / C::depth),
+        depth_(depth_of<C>(p_.D)),
         columns_(round_up(p_.D, kLanes<T>)),
         keys_(round_up(p_.K, kWidth)),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
@@ -103,8 +74,7 @@ class ForwardKernel {
       visit(s.qu, kBlockRows * depth_), visit(s.qv, kBlockRows * depth_);
       visit(s.score, kBlockRows * kScorePitch), visit(s.lane_max, kBlockRows * kLanes<T>),
           visit(s.fade, kBlockRows);
-      visit(s.band, Window::kElements),
-          visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kScorePitch / C::depth);
+      visit(s.band, Window::kElements), visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kPairPitch);
       visit(s.state.o, kBlockRows * columns_), visit(s.state.m, kBlockRows), visit(s.state.l, kBlockRows);
     };
     const int64_t threads = pool_.threads, units = p_.B * p_.H;
@@ -200,14 +170,13 @@ class ForwardKernel {
     if (!in_band.empty()) window.advance(in_band.lo, in_band.hi);
 
     for (int64_t j = lo; j < hi; j += kWidth) {
-      const typename Window::Reader band = window.read(block.place(j, j + kWidth), j);
       const bool partial = !block.all_see(j, j + kWidth);
-      in_groups<kRows>(block.rows, [&](int64_t m, auto km) {
-        store_scores<C, decltype(km)::value>(block, partial, m, j, s.qu + m * depth_, depth_,
-                                             u.k + j * depth_, band.start + m * band.row_step, band.row_step,
-                                             band.vector_step, s.score + m * kScorePitch + (j - lo),
-                                             kScorePitch, s.lane_max + m * kLanes<T>);
-      });
+      panel_product<C>(block.rows, s.qu, depth_, depth_, u.k + j * depth_,
+                       window.read(block.place(j, j + kWidth), j), s.score + (j - lo), kScorePitch,
+                       [&](auto& acc, int64_t m) {
+                         if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
+                         keep_maxima<T>(acc, s.lane_max + m * kLanes<T>);
+                       });
     }
   }
 
@@ -221,47 +190,58 @@ class ForwardKernel {
       const T base = top == -static_cast<T>(INFINITY) ? T{} : top;
       s.fade[m] = exp2(splat(s.state.m[m] - base))[0];
       s.state.m[m] = top;
-      Vec<T> sum[4] = {};
-      for (int64_t j = 0; j < hi - lo; j += kWidth) TXL_UNROLL
-      for (int n = 0; n < kVectors; ++n) {
-        const Vec<T> e = exp2(load(row + j + n * W) - base);
-        sum[n % 4] += e;
-        store(row + j + n * W, e);
+      Vec<T> sum[kVectors] = {};
+      for (int64_t j = 0; j < hi - lo; j += kWidth) {
+        Vec<T> e[kVectors];
+        TXL_UNROLL
+        for (int n = 0; n < kVectors; ++n) {
+          e[n] = exp2(load(row + j + n * W) - base);
+          sum[n] += e[n];
+        }
+        if (C::depth > 1 && p_.dropout_p == 0)
+          store_pairs(e, s.pairs + m * kPairPitch + j / 2);
+        else
+          TXL_UNROLL for (int n = 0; n < kVectors; ++n) store(row + j + n * W, e[n]);
       }
-      s.state.l[m] = s.state.l[m] * s.fade[m] + horizontal_sum<T>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      for (int n = 1; n < kVectors; ++n) sum[0] += sum[n];
+      s.state.l[m] = s.state.l[m] * s.fade[m] + horizontal_sum<T>(sum[0]);
       if (p_.dropout_p > 0) {
         const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
         drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+        if constexpr (C::depth > 1)
+          pack_pairs_along<C>(row, kScorePitch, 1, hi - lo, s.pairs + m * kPairPitch, kPairPitch);
       }
-      if constexpr (C::depth > 1)
-        for (int64_t j = 0; j < hi - lo; j += 2 * W)
-          store(s.pairs + m * (kScorePitch / 2) + j / 2, C::pair_along(load(row + j), load(row + j + W)));
     }
+  }
+
+  template <int kN>
+  static TXL_INLINE void store_pairs(const Vec<T> (&x)[kN], Elem* out) {
+    if constexpr (C::depth > 1) TXL_UNROLL
+    for (int n = 0; n < kN; n += 2) store(out + n / 2 * kLanes<Elem>, C::pair_along(x[n], x[n + 1]));
   }
 
   // o = o * fade + probabilities . v
   void values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
-    constexpr int64_t pitch = kScorePitch / C::depth;
     const Elem* prob = s.pairs;
     if constexpr (C::depth == 1) prob = s.score;  // probabilities took the place of the scores
-    const auto product = [&](int64_t m, auto km, int64_t from, int64_t to) {
-      in_groups<kVectors>(columns_ / kLanes<T>, [&](int64_t n, auto kn) {
-        const int64_t column = n * kLanes<T>;
-        value_tile<C, decltype(km)::value, decltype(kn)::value>(
-            prob + m * pitch + (from - lo) / C::depth, pitch, u.v + from / C::depth * columns_ + column,
-            columns_, (to - from) / C::depth, s.fade + m, s.state.o + m * columns_ + column, columns_);
-      });
+    for (int64_t m = 0; m < block.rows; ++m)
+      for (int64_t d = m * columns_; d < (m + 1) * columns_; d += kLanes<T>)
+        store(s.state.o + d, load(s.state.o + d) * s.fade[m]);
+    const auto add = [&](int64_t m, int64_t rows, int64_t from, int64_t to) {
+      add_product<C, A::rows>(rows, columns_, (to - from) / C::depth,
+                              prob + m * kPairPitch + (from - lo) / C::depth, kPairPitch,
+                              u.v + from / C::depth * columns_, columns_, s.state.o + m * columns_, columns_);
     };
     if (u.v_poisoned && !block.all_see(max(lo, block.batch.lo), min(hi, block.batch.hi))) {
       // 0 * NaN is NaN: here every row must keep to the keys it sees.
       for (int m = 0; m < block.rows; ++m) {
         const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-        const int64_t from = max(keys.lo, lo), to = max(min(keys.hi, hi), from);
-        product(m, Size<1>{}, from, to);
+        const int64_t from = max(keys.lo, lo);
+        add(m, 1, from, max(min(keys.hi, hi), from));
       }
       return;
     }
-    in_groups<kRows>(block.rows, [&](int64_t m, auto km) { product(m, km, lo, hi); });
+    add(0, block.rows, lo, hi);
   }
 
   const Problem p_;

@@ -24,7 +24,9 @@ struct f64 {
 };
 struct bf16_ {
   using Stored = bf16;
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+  using Compute = Bf16Tiles;
+#elif defined(__AVX512BF16__)
   using Compute = Bf16Pair;
 #else
   using Compute = Single;

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "vec.h"
+#include "tiles.h"
 
 namespace txl::TXL_LEVEL {
 
@@ -62,6 +62,16 @@ TXL_INLINE int64_t floor_to(int64_t n, int64_t to) { return n - ((n % to) + to) 
 TXL_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 TXL_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Whether products are made of whole tiles: then rows of A and of the result exist up to the next multiple of
+// kTile, whatever they hold.
+template <class C>
+constexpr bool kTiled = C::whole > 1;
+
+template <class C>
+TXL_INLINE int64_t depth_of(int64_t values) {
+  return round_up((values + C::depth - 1) / C::depth, C::whole);
+}
+
 // C[rows, columns] += A B, the columns padded to whole vectors; c must have that padding.
 template <class C, A layout, int kM, int kN>
 __attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_t lda,
@@ -83,19 +93,82 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
                             int64_t lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
                             int64_t ldc) {
   using T = typename C::Acc;
-  in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
-    const int64_t column = n0 * kLanes<T>;
-    in_groups<kRows>(rows, [&](int64_t m0, auto km) {
-      add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
-          a + (layout == A::rows ? m0 * lda : m0), lda, b + column, ldb, depth, c + m0 * ldc + column, ldc);
+  if constexpr (kTiled<C>) {
+    static_assert(layout == A::rows, "tiles are read from rows");
+    tile_product(rows, columns, depth, a, lda, b, ldb, {c, ldc, kLanes<T>}, c, ldc);
+  } else {
+    in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
+      const int64_t column = n0 * kLanes<T>;
+      in_groups<kRows>(rows, [&](int64_t m0, auto km) {
+        add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
+            a + (layout == A::rows ? m0 * lda : m0), lda, b + column, ldb, depth, c + m0 * ldc + column, ldc);
+      });
     });
-  });
+  }
 }
 
 // Panels: kPanel rows of a matrix, transposed, so that the depth runs down and the rows are the lanes:
 // [depth][kPanel].
 template <class C>
 constexpr int kPanel = kVectors * kLanes<typename C::Acc>;
+
+template <typename T, int kM, int kN>
+TXL_INLINE void store_tile(T* out, int64_t pitch, const Vec<T> (&acc)[kM][kN]) {
+  TXL_UNROLL
+  for (int m = 0; m < kM; ++m) TXL_UNROLL
+  for (int n = 0; n < kN; ++n) store(out + m * pitch + n * kLanes<T>, acc[m][n]);
+}
+
+// A finish of panel_product that changes nothing.
+struct AsItIs {
+  template <class Acc>
+  TXL_INLINE void operator()(Acc&, int64_t) const {}
+};
+
+template <class C, int kM, class F>
+__attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int64_t lda, int64_t depth,
+                                                 const typename C::Elem* panel, Start<typename C::Acc> start,
+                                                 typename C::Acc* out, int64_t pitch, int64_t m0, F finish) {
+  using T = typename C::Acc;
+  Vec<T> acc[kM][kVectors] = {};
+  if (start.data) {
+    TXL_UNROLL
+    for (int m = 0; m < kM; ++m) TXL_UNROLL
+    for (int n = 0; n < kVectors; ++n)
+      acc[m][n] = load(start.data + m * start.row_step + n * start.vector_step);
+  }
+  multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth);
+  finish(acc, m0);
+  store_tile<T>(out, pitch, acc);
+}
+
+// out[rows][kPanel] = start + A panel, after finish(acc, m) for some rows at a time: acc[kM][kVectors] are
+// those from m on.
+template <class C, class F>
+TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t lda, int64_t depth,
+                              const typename C::Elem* panel, Start<typename C::Acc> start,
+                              typename C::Acc* out, int64_t pitch, F finish) {
+  using T = typename C::Acc;
+  if constexpr (kTiled<C>) {
+    tile_product(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, start, out, pitch);
+    if constexpr (!std::is_same_v<F, AsItIs>)
+      for (int64_t m = 0; m < rows; ++m) {
+        T* row = out + m * pitch;
+        Vec<T> acc[1][kVectors];
+        TXL_UNROLL
+        for (int n = 0; n < kVectors; ++n) acc[0][n] = load(row + n * kLanes<T>);
+        finish(acc, m);
+        store_tile<T>(row, pitch, acc);
+      }
+  } else {
+    in_groups<kRows>(rows, [&](int64_t m, auto km) {
+      Start<T> from = start;
+      if (start.data) from.data += m * start.row_step;
+      panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, out + m * pitch, pitch, m,
+                                         finish);
+    });
+  }
+}
 
 template <int kStep, class V, size_t... I>
 TXL_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
@@ -151,7 +224,7 @@ template <class C, class S>
 static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C::Elem* panel) {
   using E = typename C::Elem;
   constexpr int W = kLanes<E>;
-  const int64_t depth = (D + C::depth - 1) / C::depth;
+  const int64_t depth = depth_of<C>(D);
   for (int x = 0; x < kPanel<C>; x += W)
     for (int64_t k = 0; k < depth; k += W) {
       Vec<E> v[W];
@@ -205,6 +278,23 @@ static void pack_pairs_across(const float* x, int64_t pitch, int64_t rows, int64
     for (int64_t n = 0; n < columns; n += kLanes<float>)
       store(out + m / 2 * out_pitch + n,
             C::pair_across(load(x + m * pitch + n), load(x + (m + 1) * pitch + n)));
+}
+
+// The same pairs as pack_pairs_across, turned: [columns][rows / 2]; rows and columns of whole tiles.
+template <class C>
+static void pack_pairs_turned(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                              int64_t out_pitch) {
+  constexpr int W = kLanes<float>;
+  for (int64_t m = 0; m < rows; m += 2 * W)
+    for (int64_t n = 0; n < columns; n += W) {
+      Vec<uint32_t> v[W];
+      TXL_UNROLL
+      for (int i = 0; i < W; ++i)
+        v[i] = C::pair_across(load(x + (m + 2 * i) * pitch + n), load(x + (m + 2 * i + 1) * pitch + n));
+      transpose<uint32_t>(v);
+      TXL_UNROLL
+      for (int i = 0; i < W; ++i) store(out + (n + i) * out_pitch + m / 2, v[i]);
+    }
 }
 
 // A fixed number of small records. (std::vector would do, but its functions are shared between the objects of

@@ -25,6 +25,7 @@ TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
       static_cast<int>(min(pool.threads, items)),
       [](void* c, int thread) {
         Context& ctx = *static_cast<Context*>(c);
+        const TileScope tiles;
         for (int64_t i; (i = ctx.next.fetch_add(1, std::memory_order_relaxed)) < ctx.items;) ctx.f(i, thread);
       },
       &context);
@@ -65,17 +66,35 @@ template <class C, class S>
 static void pack_queries(const Block& block, const View& q, const View& bias, int64_t b, int64_t h,
                          typename C::Acc factor, int64_t depth, typename C::Elem* out) {
   using T = typename C::Acc;
+  using Elem = typename C::Elem;
+  constexpr int W = kLanes<T>;
+  const int64_t D = block.p.D;
   const S* u = bias.data ? bias.at<S>(0, h, 0) : nullptr;
-  for (int m = 0; m < block.rows; ++m) {
+  const auto load_row = [&](const S* row, int64_t d) {
+    return d + W <= D ? load_as_float(row + d)
+           : d < D    ? load_some(row + d, static_cast<int>(D - d))
+                      : Vec<T>{};
+  };
+  for (int m = 0; m < block.rows; ++m, out += depth) {
     const S* row = q.at<S>(b, h, block.i0 + m);
-    const bool sees = !block.p.keys_of_query(block.batch, block.i0 + m).empty();
-    for (int64_t k = 0; k < depth; ++k) {
-      T x[C::depth] = {};
-      for (int64_t e = 0; e < C::depth && sees && k * C::depth + e < block.p.D; ++e) {
-        const int64_t d = k * C::depth + e;
-        x[e] = (to_float(row[d]) + (u ? to_float(u[d]) : T{})) * factor;
+    if (block.p.keys_of_query(block.batch, block.i0 + m).empty()) {
+      memset(out, 0, static_cast<size_t>(depth) * sizeof(Elem));
+      continue;
+    }
+    for (int64_t k = 0; k < depth; k += W) {
+      Vec<T> x[C::depth];
+      for (int e = 0; e < C::depth; ++e) {
+        const int64_t d = k * C::depth + e * W;
+        x[e] = load_row(row, d);
+        if (u) x[e] += load_row(u, d);
+        x[e] *= factor;
       }
-      pack_elem(out + m * depth + k, x);
+      Elem lane[W];
+      if constexpr (C::depth == 1)
+        store(lane, x[0]);
+      else
+        store(lane, C::pair_along(x[0], x[1]));
+      memcpy(out + k, lane, static_cast<size_t>(min(W, depth - k)) * sizeof(Elem));
     }
   }
 }
@@ -104,17 +123,6 @@ static Range band_tiles(const Block& block, int64_t lo, int64_t hi) {
   for (int64_t j = lo; j < hi; j += kPanel<C>)
     if (block.place(j, j + kPanel<C>) == Block::Place::band) tiles = {min(tiles.lo, j), j + kPanel<C>};
   return tiles;
-}
-
-// One tile of scores in log2 units: the band where it is read, plus (q + u) . k.
-template <class C, int kM>
-TXL_INLINE void score_tile(Vec<typename C::Acc> (&acc)[kM][kVectors], const typename C::Elem* qu, int64_t ldq,
-                           int64_t depth, const typename C::Elem* k_panel, const typename C::Acc* band,
-                           int64_t row_step, int64_t vector_step) {
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kVectors; ++n) acc[m][n] = load(band + m * row_step + n * vector_step);
-  multiply<C, A::rows>(acc, qu, ldq, k_panel, kPanel<C>, depth);
 }
 
 // One row of the result from its running softmax: o unnormalised, m the maximum and l the sum in log2 units.

@@ -258,23 +258,24 @@ TXL_INLINE auto load_some(const S* p, int n) {
 #endif
 
 // How a product kernel multiplies: what one element of its packed operands is, and one step of the depth.
+// depth: the values of an element; whole: the number of elements that a depth is a multiple of.
 struct Single {  // float
   using Acc = float;
   using Elem = float;
-  static constexpr int depth = 1;
+  static constexpr int depth = 1, whole = 1;
   static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<float> a, Vec<float> b) { return acc + a * b; }
 };
 struct Double {
   using Acc = double;
   using Elem = double;
-  static constexpr int depth = 1;
+  static constexpr int depth = 1, whole = 1;
   static TXL_INLINE Vec<double> step(Vec<double> acc, Vec<double> a, Vec<double> b) { return acc + a * b; }
 };
 #if defined(__AVX512BF16__)
 struct Bf16Pair {  // two neighbours of the depth, the earlier one in the low half; fp32 accumulators
   using Acc = float;
   using Elem = uint32_t;
-  static constexpr int depth = 2;
+  static constexpr int depth = 2, whole = 1;
   static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<uint32_t> a, Vec<uint32_t> b) {
     return _mm512_dpbf16_ps(acc, bits<__m512bh>(a), bits<__m512bh>(b));
   }
@@ -284,14 +285,28 @@ struct Bf16Pair {  // two neighbours of the depth, the earlier one in the low ha
   }
   // Pairs of lanes of two rows: even[0], odd[0] | even[1], odd[1] | ...
   static TXL_INLINE Vec<uint32_t> pair_across(Vec<float> even, Vec<float> odd) {
-    const Vec<uint32_t> lo =
-        bits<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bits<__m256i>(_mm512_cvtneps_pbh(even))));
-    const Vec<uint32_t> hi =
-        bits<Vec<uint32_t>>(_mm512_cvtepu16_epi32(bits<__m256i>(_mm512_cvtneps_pbh(odd))));
-    return lo | hi << 16;
+    const __m512i both = bits<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+    return bits<Vec<uint32_t>>(_mm512_permutexvar_epi16(interleaved(), both));
+  }
+
+ private:
+  static TXL_INLINE __m512i interleaved() {  // 0, 16, 1, 17, ...
+    return bits<__m512i>((lane_index<uint32_t>() + 16) << 16 | lane_index<uint32_t>());
   }
 };
 #endif
+#if defined(__AMX_BF16__)
+struct Bf16Tiles : Bf16Pair {  // the same operands, multiplied by whole tiles (tiles.h)
+  static constexpr int whole = 16;
+};
+#endif
+
+// Where the sums of a product start: row m, vector n at data + m * row_step + n * vector_step; null: at zero.
+template <typename T>
+struct Start {
+  const T* data = nullptr;
+  int64_t row_step = 0, vector_step = 0;
+};
 
 // Depth element from its `depth` consecutive values.
 TXL_INLINE void pack_elem(float* e, const float* x) { *e = x[0]; }

@@ -1,0 +1,152 @@
+// AMX: eight registers of 16 rows of 64 bytes, and products of pairs of bfloat16 on them.
+//
+//   C[16][16] += A[16][16 pairs] B[16 pairs][16]      float32 += pairs . pairs
+//
+// A register is read from rows that lie a pitch apart, any pitch: so A and B come from operands packed as for
+// the vector kernels, and C from the band with its rows moved.
+#pragma once
+
+#include <type_traits>
+
+#include "vec.h"
+
+namespace txl::TXL_LEVEL {
+
+#if !defined(__AMX_BF16__)
+
+struct TileScope {
+  TileScope() {}  // not trivial: an object that is not used otherwise
+};
+
+#else
+
+constexpr int kTile = 16;  // rows; columns; pairs of the depth
+
+#if defined(TXL_SOFTWARE_TILES)
+
+// The registers in memory, where the sanitizers see what is read and written, and for CPUs that have none.
+inline thread_local uint32_t tile_register[8][kTile][kTile];
+
+struct TileScope {
+  TileScope() {}  // not trivial: an object that is not used otherwise
+};
+
+template <int t>
+void tile_zero() {
+  memset(tile_register[t], 0, sizeof(tile_register[t]));
+}
+template <int t>
+void tile_load(const void* p, int64_t pitch) {
+  for (int m = 0; m < kTile; ++m) memcpy(tile_register[t][m], static_cast<const char*>(p) + m * pitch, 64);
+}
+template <int t>
+void tile_store(void* p, int64_t pitch) {
+  for (int m = 0; m < kTile; ++m) memcpy(static_cast<char*>(p) + m * pitch, tile_register[t][m], 64);
+}
+template <int c, int a, int b>
+void tile_multiply() {
+  const auto value = [](uint32_t pair, int shift) { return bits<float>(pair >> shift << 16); };
+  for (int m = 0; m < kTile; ++m)
+    for (int n = 0; n < kTile; ++n) {
+      float sum = bits<float>(tile_register[c][m][n]);
+      for (int k = 0; k < kTile; ++k)
+        for (int shift = 0; shift <= 16; shift += 16)
+          sum += value(tile_register[a][m][k], shift) * value(tile_register[b][k][n], shift);
+      tile_register[c][m][n] = bits<uint32_t>(sum);
+    }
+}
+
+#else
+
+// A thread's registers are whole tiles while one lives.
+struct TileScope {
+  TileScope() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile};
+    } config;
+    asm volatile("ldtilecfg %0" : : "m"(config));
+  }
+  ~TileScope() { asm volatile("tilerelease"); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+// The compiler does not use these registers and knows nothing of them.
+template <int t>
+TXL_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(t));
+}
+template <int t>
+TXL_INLINE void tile_load(const void* p, int64_t pitch) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(pitch), "i"(t) : "memory");
+}
+template <int t>
+TXL_INLINE void tile_store(void* p, int64_t pitch) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(pitch), "i"(t) : "memory");
+}
+template <int c, int a, int b>
+TXL_INLINE void tile_multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+}
+
+#endif
+
+// c = start + A B, kM by kN registers of it.
+template <int kM, int kN>
+TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t depth,
+                           Start<float> start, float* c, int64_t ldc) {
+  // Registers 0 to 3 are c, 4 and 5 a, 6 and 7 b.
+  const auto each = [](auto f) {
+    f(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
+    if constexpr (kN > 1) f(std::integral_constant<int, 0>{}, std::integral_constant<int, 1>{});
+    if constexpr (kM > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 0>{});
+    if constexpr (kM > 1 && kN > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
+  };
+  each([&](auto m, auto n) {
+    if (start.data)
+      tile_load<2 * m + n>(start.data + m * kTile * start.row_step + n * start.vector_step,
+                           start.row_step * 4);
+    else
+      tile_zero<2 * m + n>();
+  });
+  for (int64_t k = 0; k < depth; k += kTile) {
+    tile_load<4>(a + k, lda * 4);
+    if constexpr (kM > 1) tile_load<5>(a + kTile * lda + k, lda * 4);
+    tile_load<6>(b + k * ldb, ldb * 4);
+    if constexpr (kN > 1) tile_load<7>(b + k * ldb + kTile, ldb * 4);
+    each([](auto m, auto n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
+  }
+  each([&](auto m, auto n) { tile_store<2 * m + n>(c + m * kTile * ldc + n * kTile, ldc * 4); });
+}
+
+// The same for any number of rows and of columns of whole vectors, the depth of whole tiles. Rows are read
+// and written up to the next multiple of kTile: a and c must have them, whatever they hold.
+static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
+                         const uint32_t* b, int64_t ldb, Start<float> start, float* c, int64_t ldc) {
+  for (int64_t n = 0; n < columns; n += 2 * kTile)
+    for (int64_t m = 0; m < rows; m += 2 * kTile) {
+      Start<float> from = start;
+      if (start.data) from.data += m * start.row_step + n / kTile * start.vector_step;
+      const auto block = [&](auto km, auto kn) {
+        tile_block<decltype(km)::value, decltype(kn)::value>(a + m * lda, lda, b + n, ldb, depth, from,
+                                                             c + m * ldc + n, ldc);
+      };
+      const bool two_rows = rows - m > kTile, two_columns = columns - n > kTile;
+      using One = std::integral_constant<int, 1>;
+      using Two = std::integral_constant<int, 2>;
+      if (two_rows && two_columns)
+        block(Two{}, Two{});
+      else if (two_rows)
+        block(Two{}, One{});
+      else if (two_columns)
+        block(One{}, Two{});
+      else
+        block(One{}, One{});
+    }
+}
+
+#endif
+
+}  // namespace txl::TXL_LEVEL
