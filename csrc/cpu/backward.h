@@ -100,7 +100,7 @@ class BackwardKernel {
     T* rows;  // values on their way into the packed rows below
     Elem *qu, *qv, *dout;
     T *qv_values, *lse2, *delta, *far_sum, *dq_content, *dq_position;
-    T *band, *prob, *dropped, *ds, *slope;
+    T *band, *tile, *prob, *dropped, *ds, *slope;
     Elem *along, *across;  // pairs of a chunk, where elements are pairs
   };
 
@@ -199,7 +199,7 @@ class BackwardKernel {
     visit(s.qv_values, rows * columns_);
     visit(s.lse2, rows), visit(s.delta, rows), visit(s.far_sum, 2 * rows);
     visit(s.dq_content, rows * columns_), visit(s.dq_position, rows * columns_);
-    visit(s.band, Window::kElements);
+    visit(s.band, Window::kElements), visit(s.tile, kTiled<C> ? rows * kWidth : 0);
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
     visit(s.slope, rows * kSlopePitch);
@@ -362,10 +362,10 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
       panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * depth_,
-                       window.read(block.place(j, j + kWidth), j), s.prob + (j - lo), kPitch,
-                       [&](auto& acc, int64_t m) {
+                       window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
                          if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          probabilities<T>(acc, s.lse2 + m);
+                         store_tile<T>(s.prob + m * kPitch + (j - lo), kPitch, acc);
                        });
     }
     if (p_.dropout_p > 0) {
@@ -380,11 +380,12 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
       T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
-      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * depth_, {}, s.ds + (j - lo),
-                       kPitch, [&](auto& acc, int64_t m) {
+      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * depth_, {}, s.tile,
+                       [&](auto& acc, int64_t m) {
                          const int64_t at = m * kPitch + (j - lo);
                          score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.delta + m);
                          if (partial) mask_tile<T>(acc, block, m, j, T{});
+                         store_tile<T>(s.ds + at, kPitch, acc);
                          if (banded) store_tile<T>(skewed + m * (kSlopePitch - 1), kSlopePitch - 1, acc);
                        });
       if (!banded) {

@@ -106,7 +106,8 @@ class BandWindow {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
   static constexpr int kWidth = kPanel<C>;
-  static constexpr int64_t kPitch = kChunkKeys + kBlockRows + 3 * kWidth;
+  // Whole cache lines, an odd number of them.
+  static constexpr int64_t kPitch = (kChunkKeys + kBlockRows + 3 * kWidth + 15) / 16 * 16 | 16;
   static constexpr int64_t kFarPitch = kLanes<T>;
   static constexpr int64_t kElements = kBlockRows * (kPitch + 2 * kFarPitch);
 
@@ -138,7 +139,8 @@ class BandWindow {
     }
     for (; end_ < need_end; end_ += kWidth) {
       const Elem* panel = r_.panels + end_ / kWidth * (kWidth * depth_);
-      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel, {}, t_ + (end_ - start_), kPitch, AsItIs{});
+      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel, {}, nullptr,
+                       Store<T>{t_ + (end_ - start_), kPitch});
     }
   }
 

@@ -1,34 +1,36 @@
-// Forward: for a block of queries, the keys it sees in chunks; per chunk the band, the scores, an online
-// softmax, the values.
+// Forward: for a block of queries, the keys it sees in chunks; per chunk the band, the scores, which become
+// probabilities tile by tile, and the values.
 #pragma once
 
 #include "scores.h"
 
 namespace txl::TXL_LEVEL {
 
-// The running softmax of some rows: m the maximum and l the sum, both of 2^score; o unnormalised,
-// [rows][columns].
+// The running softmax of some rows. Probabilities are 2^(score - base), the base a row's largest score when
+// it saw its first keys: it moves only where a score is so much larger that 2^ of it would overflow.
 template <typename T>
-struct State {
-  T *o, *m, *l;
+struct Softmax {
+  static constexpr T kRoom = 64;  // what a score may be above the base
+
+  T *o, *sum;  // [rows][columns], [rows][kLanes]: neither divided by the sum of all
+  T *base, *limit;
 
   void clear(int64_t rows, int64_t columns) const {
-    for (int64_t i = 0; i < rows; ++i) m[i] = -static_cast<T>(INFINITY), l[i] = 0;
     memset(o, 0, static_cast<size_t>(rows * columns) * sizeof(T));
+    memset(sum, 0, static_cast<size_t>(rows * kLanes<T>) * sizeof(T));
+    for (int64_t m = 0; m < rows; ++m) base[m] = 0, limit[m] = -static_cast<T>(INFINITY);
+  }
+
+  // Makes `largest` the base of row m; what earlier sums must be multiplied by.
+  T rebase(int64_t m, T largest, int64_t columns) const {
+    const bool first = limit[m] == -static_cast<T>(INFINITY);
+    const T factor = first ? T{1} : exp2(splat(base[m] - largest))[0];
+    base[m] = largest, limit[m] = largest + kRoom;
+    for (int64_t d = 0; d < columns; ++d) o[m * columns + d] *= factor;
+    for (int64_t x = 0; x < kLanes<T>; ++x) sum[m * kLanes<T> + x] *= factor;
+    return factor;
   }
 };
-
-// The running maximum of every row, lane by lane.
-template <typename T, int kM, int kN>
-TXL_INLINE void keep_maxima(const Vec<T> (&score)[kM][kN], T* lane_max) {
-  TXL_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    Vec<T> top = load(lane_max + m * kLanes<T>);
-    TXL_UNROLL
-    for (int n = 0; n < kN; ++n) top = vmax(score[m][n], top);
-    store(lane_max + m * kLanes<T>, top);
-  }
-}
 
 template <class C, class S>
 class ForwardKernel {
@@ -36,7 +38,7 @@ class ForwardKernel {
   using Elem = typename C::Elem;
   static constexpr int kBlockRows = kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
   static constexpr int kWidth = kPanel<C>;
-  static constexpr int64_t kScorePitch = kChunkKeys + 16, kPairPitch = kScorePitch / C::depth;
+  static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPairPitch = kPitch / C::depth;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
   // Operands of one (batch, head), packed. v_poisoned: some value is not finite.
@@ -48,9 +50,10 @@ class ForwardKernel {
   // One thread's block of queries.
   struct Scratch {
     Elem *qu, *qv;
-    T *score, *lane_max, *fade, *band;
-    Elem* pairs;  // the probabilities, where elements are pairs
-    State<T> state;
+    T *band, *tile;  // tile: scores, where products are made of whole tiles
+    T* prob;         // the probabilities, but where they are pairs and nothing is dropped
+    Elem* pairs;     // and where elements are pairs
+    Softmax<T> softmax;
   };
 
  public:
@@ -72,10 +75,11 @@ class ForwardKernel {
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
       visit(s.qu, kBlockRows * depth_), visit(s.qv, kBlockRows * depth_);
-      visit(s.score, kBlockRows * kScorePitch), visit(s.lane_max, kBlockRows * kLanes<T>),
-          visit(s.fade, kBlockRows);
-      visit(s.band, Window::kElements), visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kPairPitch);
-      visit(s.state.o, kBlockRows * columns_), visit(s.state.m, kBlockRows), visit(s.state.l, kBlockRows);
+      visit(s.band, Window::kElements), visit(s.tile, kTiled<C> ? kBlockRows * kWidth : 0);
+      visit(s.prob, pairs_at_once() ? 0 : kBlockRows * kPitch);
+      visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kPairPitch);
+      visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
+      visit(s.softmax.base, kBlockRows), visit(s.softmax.limit, kBlockRows);
     };
     const int64_t threads = pool_.threads, units = p_.B * p_.H;
     Array<Unit> unit(min(threads, units));
@@ -144,7 +148,7 @@ class ForwardKernel {
     const int rows = static_cast<int>(p_.L * (index + 1) / blocks_ - i0);
     const int64_t h = head_of(unit), b = batch_of(unit);
     const Block block(p_, p_.keys_of_batch(b), i0, rows);
-    s.state.clear(rows, columns_);
+    s.softmax.clear(rows, columns_);
     if (!block.keys.empty()) {
       const T factor = static_cast<T>(p_.scale * kLog2e);
       pack_queries<C, S>(block, t_.q, t_.bias_u, b, h, factor, depth_, s.qu);
@@ -154,83 +158,105 @@ class ForwardKernel {
       const int64_t end = round_up(block.keys.hi, kWidth);
       for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
         const int64_t hi = min(lo + kChunkKeys, end);
-        scores(block, u, window, lo, hi, s);
-        softmax(block, b, h, lo, hi, s);
-        values(block, u, lo, hi, s);
+        probabilities(block, u, window, lo, hi, s);
+        if (p_.dropout_p > 0) drop_some(block, b, h, lo, hi, s);
+        add_values(block, u, lo, hi, s);
       }
     }
     for (int m = 0; m < rows; ++m)
-      write_row<T, S>(p_, t_, b, h, i0 + m, s.state.o + m * columns_, s.state.m[m], s.state.l[m]);
+      write_row<T, S>(p_, t_, b, h, i0 + m, s.softmax.o + m * columns_, s.softmax.base[m],
+                      horizontal_sum<T>(load(s.softmax.sum + m * kLanes<T>)));
   }
 
-  // s.score = scores of the chunk [lo, hi), whole tiles.
-  void scores(const Block& block, const Unit& u, Window& window, int64_t lo, int64_t hi, Scratch& s) const {
-    for (int m = 0; m < block.rows * kLanes<T>; ++m) s.lane_max[m] = -static_cast<T>(INFINITY);
+  // Whether probabilities become pairs as soon as they are known.
+  bool pairs_at_once() const { return C::depth > 1 && p_.dropout_p == 0; }
+
+  // Probabilities of the chunk [lo, hi), whole tiles: of all its keys, dropout comes later.
+  void probabilities(const Block& block, const Unit& u, Window& window, int64_t lo, int64_t hi,
+                     Scratch& s) const {
     const Range in_band = band_tiles<C>(block, lo, hi);
     if (!in_band.empty()) window.advance(in_band.lo, in_band.hi);
 
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
       panel_product<C>(block.rows, s.qu, depth_, depth_, u.k + j * depth_,
-                       window.read(block.place(j, j + kWidth), j), s.score + (j - lo), kScorePitch,
-                       [&](auto& acc, int64_t m) {
+                       window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
                          if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
-                         keep_maxima<T>(acc, s.lane_max + m * kLanes<T>);
+                         add_tile_to_sums(acc, m, lo, j, s);
                        });
     }
   }
 
-  // Scores to probabilities relative to the running maximum; s.fade is what the earlier sums must be
-  // multiplied by.
-  void softmax(const Block& block, int64_t b, int64_t h, int64_t lo, int64_t hi, Scratch& s) const {
+  // Scores of rows m to m + kM - 1 and the tile of keys from j on become probabilities.
+  template <int kM>
+  TXL_INLINE void add_tile_to_sums(Vec<T> (&score)[kM][kVectors], int64_t m0, int64_t lo, int64_t j,
+                                   Scratch& s) const {
     constexpr int W = kLanes<T>;
-    for (int m = 0; m < block.rows; ++m) {
-      T* row = s.score + m * kScorePitch;
-      const T top = vmax(horizontal_max<T>(load(s.lane_max + m * W)), s.state.m[m]);
-      const T base = top == -static_cast<T>(INFINITY) ? T{} : top;
-      s.fade[m] = exp2(splat(s.state.m[m] - base))[0];
-      s.state.m[m] = top;
-      Vec<T> sum[kVectors] = {};
-      for (int64_t j = 0; j < hi - lo; j += kWidth) {
-        Vec<T> e[kVectors];
-        TXL_UNROLL
-        for (int n = 0; n < kVectors; ++n) {
-          e[n] = exp2(load(row + j + n * W) - base);
-          sum[n] += e[n];
+    const Softmax<T>& softmax = s.softmax;
+    TXL_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      Vec<T> top = score[m][0];
+      TXL_UNROLL
+      for (int n = 1; n < kVectors; ++n) top = vmax(score[m][n], top);
+      if (__builtin_expect(any_greater(top, splat(softmax.limit[m0 + m])), 0))
+        rebase(m0 + m, horizontal_max<T>(top), lo, j, s);
+      Vec<T> sum = load(softmax.sum + (m0 + m) * W);
+      TXL_UNROLL
+      for (int n = 0; n < kVectors; ++n) {
+        score[m][n] = exp2(score[m][n] - softmax.base[m0 + m]);
+        sum += score[m][n];
+      }
+      store(softmax.sum + (m0 + m) * W, sum);
+      if constexpr (C::depth > 1) {
+        if (p_.dropout_p == 0) {
+          TXL_UNROLL
+          for (int n = 0; n < kVectors; n += 2)
+            store(s.pairs + (m0 + m) * kPairPitch + (j - lo + n * W) / 2,
+                  C::pair_along(score[m][n], score[m][n + 1]));
+          continue;
         }
-        if (C::depth > 1 && p_.dropout_p == 0)
-          store_pairs(e, s.pairs + m * kPairPitch + j / 2);
-        else
-          TXL_UNROLL for (int n = 0; n < kVectors; ++n) store(row + j + n * W, e[n]);
       }
-      for (int n = 1; n < kVectors; ++n) sum[0] += sum[n];
-      s.state.l[m] = s.state.l[m] * s.fade[m] + horizontal_sum<T>(sum[0]);
-      if (p_.dropout_p > 0) {
-        const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-        drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
-        if constexpr (C::depth > 1)
-          pack_pairs_along<C>(row, kScorePitch, 1, hi - lo, s.pairs + m * kPairPitch, kPairPitch);
-      }
+      TXL_UNROLL
+      for (int n = 0; n < kVectors; ++n) store(s.prob + (m0 + m) * kPitch + (j - lo) + n * W, score[m][n]);
     }
   }
 
-  template <int kN>
-  static TXL_INLINE void store_pairs(const Vec<T> (&x)[kN], Elem* out) {
-    if constexpr (C::depth > 1) TXL_UNROLL
-    for (int n = 0; n < kN; n += 2) store(out + n / 2 * kLanes<Elem>, C::pair_along(x[n], x[n + 1]));
+  // A row's base moves: so do its probabilities of the chunk's keys before j.
+  __attribute__((noinline)) void rebase(int64_t m, T largest, int64_t lo, int64_t j, Scratch& s) const {
+    const T factor = s.softmax.rebase(m, largest, columns_);
+    if (factor == T{1}) return;
+    if constexpr (C::depth > 1) {
+      if (p_.dropout_p == 0) {
+        for (int64_t x = 0; x < (j - lo) / 2; ++x) {
+          Elem* pair = s.pairs + m * kPairPitch + x;
+          const float scaled[2] = {bits<float>(*pair << 16) * factor,
+                                   bits<float>(*pair & 0xffff0000u) * factor};
+          pack_elem(pair, scaled);
+        }
+        return;
+      }
+    }
+    for (int64_t x = 0; x < j - lo; ++x) s.prob[m * kPitch + x] *= factor;
   }
 
-  // o = o * fade + probabilities . v
-  void values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
+  void drop_some(const Block& block, int64_t b, int64_t h, int64_t lo, int64_t hi, Scratch& s) const {
+    for (int m = 0; m < block.rows; ++m) {
+      T* row = s.prob + m * kPitch;
+      const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
+      drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+      if constexpr (C::depth > 1)
+        pack_pairs_along<C>(row, kPitch, 1, hi - lo, s.pairs + m * kPairPitch, kPairPitch);
+    }
+  }
+
+  // o += probabilities . v
+  void add_values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
     const Elem* prob = s.pairs;
-    if constexpr (C::depth == 1) prob = s.score;  // probabilities took the place of the scores
-    for (int64_t m = 0; m < block.rows; ++m)
-      for (int64_t d = m * columns_; d < (m + 1) * columns_; d += kLanes<T>)
-        store(s.state.o + d, load(s.state.o + d) * s.fade[m]);
+    if constexpr (C::depth == 1) prob = s.prob;
     const auto add = [&](int64_t m, int64_t rows, int64_t from, int64_t to) {
-      add_product<C, A::rows>(rows, columns_, (to - from) / C::depth,
-                              prob + m * kPairPitch + (from - lo) / C::depth, kPairPitch,
-                              u.v + from / C::depth * columns_, columns_, s.state.o + m * columns_, columns_);
+      add_product<C, A::rows>(
+          rows, columns_, (to - from) / C::depth, prob + m * kPairPitch + (from - lo) / C::depth, kPairPitch,
+          u.v + from / C::depth * columns_, columns_, s.softmax.o + m * columns_, columns_);
     };
     if (u.v_poisoned && !block.all_see(max(lo, block.batch.lo), min(hi, block.batch.hi))) {
       // 0 * NaN is NaN: here every row must keep to the keys it sees.

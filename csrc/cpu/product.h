@@ -95,7 +95,7 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
   using T = typename C::Acc;
   if constexpr (kTiled<C>) {
     static_assert(layout == A::rows, "tiles are read from rows");
-    tile_product(rows, columns, depth, a, lda, b, ldb, {c, ldc, kLanes<T>}, c, ldc);
+    tile_product<true>(rows, columns, depth, a, lda, b, ldb, c, ldc);
   } else {
     in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
       const int64_t column = n0 * kLanes<T>;
@@ -119,16 +119,22 @@ TXL_INLINE void store_tile(T* out, int64_t pitch, const Vec<T> (&acc)[kM][kN]) {
   for (int n = 0; n < kN; ++n) store(out + m * pitch + n * kLanes<T>, acc[m][n]);
 }
 
-// A finish of panel_product that changes nothing.
-struct AsItIs {
-  template <class Acc>
-  TXL_INLINE void operator()(Acc&, int64_t) const {}
+// Stores a panel's product.
+template <typename T>
+struct Store {
+  T* out;
+  int64_t pitch;
+
+  template <int kM, int kN>
+  TXL_INLINE void operator()(Vec<T> (&acc)[kM][kN], int64_t m) const {
+    store_tile<T>(out + m * pitch, pitch, acc);
+  }
 };
 
 template <class C, int kM, class F>
 __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int64_t lda, int64_t depth,
-                                                 const typename C::Elem* panel, Start<typename C::Acc> start,
-                                                 typename C::Acc* out, int64_t pitch, int64_t m0, F finish) {
+                                                 const typename C::Elem* panel,
+                                                 const Start<typename C::Acc>& start, int64_t m0, F finish) {
   using T = typename C::Acc;
   Vec<T> acc[kM][kVectors] = {};
   if (start.data) {
@@ -139,34 +145,34 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int6
   }
   multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth);
   finish(acc, m0);
-  store_tile<T>(out, pitch, acc);
 }
 
-// out[rows][kPanel] = start + A panel, after finish(acc, m) for some rows at a time: acc[kM][kVectors] are
-// those from m on.
+// finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
+// tile: [rows][kPanel], used where products are made of whole tiles. What is stored starts at zero.
 template <class C, class F>
 TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t lda, int64_t depth,
-                              const typename C::Elem* panel, Start<typename C::Acc> start,
-                              typename C::Acc* out, int64_t pitch, F finish) {
+                              const typename C::Elem* panel, const Start<typename C::Acc>& start,
+                              typename C::Acc* tile, F finish) {
   using T = typename C::Acc;
-  if constexpr (kTiled<C>) {
-    tile_product(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, start, out, pitch);
-    if constexpr (!std::is_same_v<F, AsItIs>)
-      for (int64_t m = 0; m < rows; ++m) {
-        T* row = out + m * pitch;
-        Vec<T> acc[1][kVectors];
-        TXL_UNROLL
-        for (int n = 0; n < kVectors; ++n) acc[0][n] = load(row + n * kLanes<T>);
-        finish(acc, m);
-        store_tile<T>(row, pitch, acc);
-      }
-  } else {
+  if constexpr (!kTiled<C>) {
     in_groups<kRows>(rows, [&](int64_t m, auto km) {
       Start<T> from = start;
       if (start.data) from.data += m * start.row_step;
-      panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, out + m * pitch, pitch, m,
-                                         finish);
+      panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, m, finish);
     });
+  } else if constexpr (std::is_same_v<F, Store<T>>) {
+    tile_product<false>(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, finish.out, finish.pitch);
+  } else {
+    tile_product<false>(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, tile, kPanel<C>);
+    for (int64_t m = 0; m < rows; ++m) {
+      Vec<T> acc[1][kVectors];
+      TXL_UNROLL
+      for (int n = 0; n < kVectors; ++n) {
+        acc[0][n] = load(tile + m * kPanel<C> + n * kLanes<T>);
+        if (start.data) acc[0][n] += load(start.data + m * start.row_step + n * start.vector_step);
+      }
+      finish(acc, m);
+    }
   }
 }
 

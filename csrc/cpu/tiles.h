@@ -3,7 +3,8 @@
 //   C[16][16] += A[16][16 pairs] B[16 pairs][16]      float32 += pairs . pairs
 //
 // A register is read from rows that lie a pitch apart, any pitch: so A and B come from operands packed as for
-// the vector kernels, and C from the band with its rows moved.
+// the vector kernels. C could come from the band with its rows moved, but rows across two cache lines take
+// five times as long; the vectors that read the product do it while they wait.
 #pragma once
 
 #include <type_traits>
@@ -11,6 +12,12 @@
 #include "vec.h"
 
 namespace txl::TXL_LEVEL {
+
+// c = A B, or c += A B: any number of rows, columns of whole vectors, the depth of whole tiles. Rows are read
+// and written up to the next multiple of kTile: a and c must have them, whatever they hold.
+template <bool kAdd>
+static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
+                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc);
 
 #if !defined(__AMX_BF16__)
 
@@ -93,10 +100,10 @@ TXL_INLINE void tile_multiply() {
 
 #endif
 
-// c = start + A B, kM by kN registers of it.
-template <int kM, int kN>
+// kM by kN registers of it.
+template <bool kAdd, int kM, int kN>
 TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t depth,
-                           Start<float> start, float* c, int64_t ldc) {
+                           float* c, int64_t ldc) {
   // Registers 0 to 3 are c, 4 and 5 a, 6 and 7 b.
   const auto each = [](auto f) {
     f(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
@@ -105,9 +112,8 @@ TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, in
     if constexpr (kM > 1 && kN > 1) f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
   };
   each([&](auto m, auto n) {
-    if (start.data)
-      tile_load<2 * m + n>(start.data + m * kTile * start.row_step + n * start.vector_step,
-                           start.row_step * 4);
+    if constexpr (kAdd)
+      tile_load<2 * m + n>(c + m * kTile * ldc + n * kTile, ldc * 4);
     else
       tile_zero<2 * m + n>();
   });
@@ -121,21 +127,18 @@ TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, in
   each([&](auto m, auto n) { tile_store<2 * m + n>(c + m * kTile * ldc + n * kTile, ldc * 4); });
 }
 
-// The same for any number of rows and of columns of whole vectors, the depth of whole tiles. Rows are read
-// and written up to the next multiple of kTile: a and c must have them, whatever they hold.
+template <bool kAdd>
 static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
-                         const uint32_t* b, int64_t ldb, Start<float> start, float* c, int64_t ldc) {
+                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
   for (int64_t n = 0; n < columns; n += 2 * kTile)
     for (int64_t m = 0; m < rows; m += 2 * kTile) {
-      Start<float> from = start;
-      if (start.data) from.data += m * start.row_step + n / kTile * start.vector_step;
       const auto block = [&](auto km, auto kn) {
-        tile_block<decltype(km)::value, decltype(kn)::value>(a + m * lda, lda, b + n, ldb, depth, from,
-                                                             c + m * ldc + n, ldc);
+        tile_block<kAdd, decltype(km)::value, decltype(kn)::value>(a + m * lda, lda, b + n, ldb, depth,
+                                                                   c + m * ldc + n, ldc);
       };
       const bool two_rows = rows - m > kTile, two_columns = columns - n > kTile;
-      using One = std::integral_constant<int, 1>;
-      using Two = std::integral_constant<int, 2>;
       if (two_rows && two_columns)
         block(Two{}, Two{});
       else if (two_rows)

@@ -91,6 +91,30 @@ TXL_INLINE V vmax(V a, V b) {
   return a > b ? a : b;
 }
 
+// Whether a > b in any lane.
+#if defined(__AVX512F__)
+TXL_INLINE bool any_greater(Vec<float> a, Vec<float> b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+TXL_INLINE bool any_greater(Vec<double> a, Vec<double> b) {
+  return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0;
+}
+#elif defined(__AVX2__)
+TXL_INLINE bool any_greater(Vec<float> a, Vec<float> b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+}
+TXL_INLINE bool any_greater(Vec<double> a, Vec<double> b) {
+  return _mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_GT_OQ)) != 0;
+}
+#else
+template <typename V>
+TXL_INLINE bool any_greater(V a, V b) {
+  const auto greater = a > b;
+  uint64_t words[sizeof(V) / 8], any = 0;
+  memcpy(words, &greater, sizeof(words));
+  for (uint64_t word : words) any |= word;
+  return any != 0;
+}
+#endif
+
 // All lanes joined, in the first: by halves.
 template <int kStep, typename V, typename F, size_t... I>
 TXL_INLINE V fold(V v, F join, std::index_sequence<I...> lanes) {
@@ -113,8 +137,8 @@ TXL_INLINE T horizontal_max(Vec<T> v) {
       v, [](Vec<T> a, Vec<T> b) { return vmax(a, b); }, std::make_index_sequence<kLanes<T>>{})[0];
 }
 
-// 2^x. Relative error below 1e-8 (float), 1e-16 (double) plus rounding; exactly 0 for x = -inf and for
-// results below the normal numbers; NaN stays NaN. The polynomials interpolate 2^f on [-1/2, 1/2] at
+// 2^x. Relative error below 1e-8 (float), 1e-16 (double) plus rounding; exactly 0 for x = -inf; results
+// below the normal numbers may be 0; NaN stays NaN. The polynomials interpolate 2^f on [-1/2, 1/2] at
 // Chebyshev nodes.
 TXL_INLINE Vec<float> exp2_fraction(Vec<float> f) {
   Vec<float> p = splat(0.000154614446985691291f);
@@ -158,14 +182,12 @@ struct Exponent<double> {
 
 #if defined(__AVX512F__)
 TXL_INLINE Vec<float> exp2(Vec<float> x) {
-  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order NaN comes through
-  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(exp2_fraction(y - n), n);
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 of infinity
+  return _mm512_scalef_ps(exp2_fraction(f), x - f);
 }
 TXL_INLINE Vec<double> exp2(Vec<double> x) {
-  const __m512d y = _mm512_max_pd(_mm512_set1_pd(-1200.0), x);
-  const __m512d n = _mm512_roundscale_pd(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_pd(exp2_fraction(y - n), n);
+  const __m512d f = _mm512_reduce_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_pd(exp2_fraction(f), x - f);
 }
 #else
 template <typename V>
