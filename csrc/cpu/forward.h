@@ -267,7 +267,9 @@ class ForwardKernel {
       }
       return;
     }
-    add(0, block.rows, lo, hi);
+    // Values that all rows use before the next ones come.
+    for (int64_t j = lo; j < hi; j += kTiled<C> ? hi - lo : kWidth)
+      add(0, block.rows, j, kTiled<C> ? hi : j + kWidth);
   }
 
   const Problem p_;

@@ -17,11 +17,15 @@ namespace txl::TXL_LEVEL {
 
 enum class A { rows, columns };
 
+constexpr int kLineBytes = 64;  // of the cache
+
+// ahead: depth cache lines to bring near meanwhile, or null.
 template <class C, A layout, int kM, int kN>
 TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::Elem* a, int64_t lda,
-                         const typename C::Elem* b, int64_t ldb, int64_t depth) {
+                         const typename C::Elem* b, int64_t ldb, int64_t depth, const char* ahead = nullptr) {
   using Elem = typename C::Elem;
   for (int64_t k = 0; k < depth; ++k) {
+    if (ahead) __builtin_prefetch(ahead + k * kLineBytes, 0, 2);
     Vec<Elem> row[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) row[n] = load(b + k * ldb + n * kLanes<Elem>);
@@ -143,7 +147,12 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int6
     for (int n = 0; n < kVectors; ++n)
       acc[m][n] = load(start.data + m * start.row_step + n * start.vector_step);
   }
-  multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth);
+  // The first groups of rows fetch the panel behind this one, each some of it: the next to be used, mostly.
+  const auto* next = reinterpret_cast<const char*>(panel + kPanel<C> * depth);
+  const int64_t group = m0 / kM;
+  const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel));
+  multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth,
+                       fetches ? next + group * depth * kLineBytes : nullptr);
   finish(acc, m0);
 }
 
