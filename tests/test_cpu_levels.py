@@ -29,6 +29,25 @@ def test_the_highest_level_is_chosen():
     assert cpu_levels()[0] == "baseline"
 
 
+@pytest.mark.skipif("amx_bf16" not in cpu_levels(), reason="no AMX here")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tiles_are_shared_with_torch(threads):
+    """Both configure AMX's registers on the same threads; neither may rely on what the other left."""
+    python(
+        "import torch\n"
+        "from txl_kernels import rel_attention\n"
+        f"torch.set_num_threads({threads})\n"
+        "x, linear = torch.randn(96, 80).bfloat16(), torch.nn.Linear(80, 70).bfloat16()\n"
+        "q, k, r = (torch.randn(*s).bfloat16() for s in ((1, 2, 70, 64), (1, 2, 100, 64), (2, 100, 64)))\n"
+        "def both():\n"
+        "    return x @ x.T, rel_attention(q, k, k, r), linear(x), rel_attention(q, k, k, r)\n"
+        "first = both()\n"
+        "assert torch.equal(first[1], first[3])\n"
+        "for _ in range(5):\n"
+        "    assert all(map(torch.equal, first, both()))\n"
+    )
+
+
 @pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
 @pytest.mark.parametrize("level", ["avx1024", "AVX2"])
 def test_unknown_level_is_refused(level):

@@ -88,6 +88,19 @@ def test_scores_far_from_zero(backend, dtype):
         torch.testing.assert_close(got["lse"], torch.full_like(got["lse"], height + math.log(150)))
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 5}], ids=["", "dropout"])
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_later_keys_outweigh_all_before(backend, dtype, options):
+    """exp of a score over the largest before overflows, within a chunk of keys and in the next."""
+    tensors = inputs(B=1, H=1, L=300, K=1200, D=4, dtype=dtype, device=backend.device, bias=False)
+    tensors["q"] = torch.zeros_like(tensors["q"])
+    tensors["q"][..., 0] = 1.0
+    tensors["r"] = torch.zeros_like(tensors["r"])
+    for key, height in {70: 30, 200: 100, 201: 101, 410: 300, 950: 500, 1000: 502, 1150: 600}.items():
+        tensors["k"][:, :, key, 0] = height
+    check(backend, tensors, backward=False, scale=1.0, **options)
+
+
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_one_key_gives_its_value(backend, dtype):
     """A query that sees one key returns that key's value, exactly."""
