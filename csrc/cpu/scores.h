@@ -89,12 +89,15 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
         if (u) x[e] += load_row(u, d);
         x[e] *= factor;
       }
-      Elem lane[W];
+      Vec<Elem> elems;
       if constexpr (C::depth == 1)
-        store(lane, x[0]);
+        elems = x[0];
       else
-        store(lane, C::pair_along(x[0], x[1]));
-      memcpy(out + k, lane, static_cast<size_t>(min(W, depth - k)) * sizeof(Elem));
+        elems = C::pair_along(x[0], x[1]);
+      if (k + W <= depth)
+        store(out + k, elems);
+      else
+        store_some(out + k, elems, static_cast<int>(depth - k));
     }
   }
 }

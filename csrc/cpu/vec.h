@@ -279,6 +279,19 @@ TXL_INLINE auto load_some(const S* p, int n) {
 }
 #endif
 
+// Stores the first n lanes. Memory behind them is not touched.
+template <typename T>
+TXL_INLINE void store_some(T* p, Vec<T> v, int n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    _mm512_mask_storeu_epi32(p, static_cast<__mmask16>((1u << n) - 1), bits<__m512i>(v));
+  else
+    _mm512_mask_storeu_epi64(p, static_cast<__mmask8>((1u << n) - 1), bits<__m512i>(v));
+#else
+  for (int i = 0; i < n; ++i) p[i] = v[i];
+#endif
+}
+
 // How a product kernel multiplies: what one element of its packed operands is, and one step of the depth.
 // depth: the values of an element; whole: the number of elements that a depth is a multiple of.
 struct Single {  // float
