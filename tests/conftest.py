@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import helpers
 import pytest
 import torch
 
 
 def pytest_configure(config):
+    # A shell's background jobs ignore Ctrl-C. The tests send it, to themselves and to commands they start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "unpoisoned: leave torch.empty alone (poison would touch every page)")
     if helpers.INTERPRET:  # NumPy's remarks on NaN and infinity, which Triton's interpreter computes with
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")

@@ -266,15 +266,22 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-@pytest.fixture
-def ctrl_c_interrupts():
-    """As Python has it at a terminal. A shell's background jobs ignore Ctrl-C, and so do tests in one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    """As in a shell's background jobs, which Ctrl-C must not reach."""
+
+    def interrupt(event):
+        if event["step"] == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = run(tmp_path, on_event=interrupt)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.step == 12 and result.signal is None
 
 
-@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_a_second_ctrl_c_is_not_held_back(tmp_path):
     def twice(event):
         if event["step"] == 5:

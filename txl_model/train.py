@@ -462,7 +462,8 @@ class Stopped(Exception):
 class StopSignal:
     """Notes SIGINT and SIGTERM instead of dying of them; the second one is not held back.
 
-    Only the main thread gets signals: in others this does nothing.
+    Only the main thread gets signals: in others this does nothing. A signal that is ignored, as SIGINT is in
+    a shell's background jobs, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -472,7 +473,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
