@@ -142,12 +142,14 @@ def _of_head(tensor: Tensor, head: int) -> Tensor:
 # ---- Can it run ----------------------------------------------------------------------------------
 
 
-def refusal(way: Way, problem: Problem, which: str, gemm_rate: float, patience: float) -> str | None:
-    """Why not even to try, or None."""
+def refusal(
+    way: Way, problem: Problem, which: str, gemm_rate: float, memory_rate: float, patience: float
+) -> str | None:
+    """Why not even to try, or None. The time is what the machine's product and memory take at least."""
     needs, free = way.needs(problem, which), measure.free_memory(problem.device)
     if needs > 0.9 * free:
         return f"does not fit: needs about {needs / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-    seconds = way.work(problem, which) / gemm_rate
+    seconds = way.work(problem, which) / gemm_rate + needs / memory_rate
     if seconds > patience:
         return f"skipped: about {seconds:.0f} s a call, allowed is --budget {patience:g} s"
     return None
@@ -205,6 +207,7 @@ class Bench:
         yardstick, per_call = measure.gemm_task(problem), measure.gemm_flops(problem.device)
         yardstick.run()
         gemm_rate = per_call / yardstick.seconds()
+        memory_rate = measure.fresh_memory_rate(problem.device)
         if which == DECODE:
             yardstick, per_call = measure.copy_task(problem.device)
 
@@ -213,7 +216,7 @@ class Bench:
         self.bar.expect(len(rows))
         for way, row in zip(self.ways, rows, strict=True):
             self.bar.step(f"{which}: checking {way.name}")
-            row.reason = refusal(way, problem, which, gemm_rate, self.budget)
+            row.reason = refusal(way, problem, which, gemm_rate, memory_rate, self.budget)
             if row.reason is None and (task := self._checked_task(way, row, truth, sets)):
                 tasks[way.name] = task
 

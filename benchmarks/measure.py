@@ -292,6 +292,18 @@ def copy_task(device: str) -> tuple[Task, int]:
     return Task(lambda _: target.copy_(source), device=device, evicts=True), 2 * source.numel()
 
 
+def fresh_memory_rate(device: str, size: int = 64 << 20) -> float:
+    """Bytes a second of memory that the process did not have before.
+
+    A CPU's comes page by page, zeroed; a GPU's is there: infinity.
+    """
+    if device != "cpu":
+        return math.inf
+    start = time.perf_counter()
+    torch.empty(size, dtype=torch.uint8).zero_()
+    return size / (time.perf_counter() - start)
+
+
 def interleave(
     tasks: dict[str, Task],
     repeat: int,
