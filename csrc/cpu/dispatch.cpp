@@ -7,6 +7,7 @@
 #include "cpu.h"
 
 #if TXL_HAVE_AMX_BF16 && !defined(TXL_SOFTWARE_TILES)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -35,14 +36,16 @@ struct Level {
 };
 
 #if TXL_HAVE_AMX_BF16
-// Linux lets a process use the tiles' registers once it has asked for them (arch_prctl,
-// ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), and only where CPU and kernel have them.
+// Linux lets a process use the tiles' registers once it has asked for them, and only if it knows them itself.
 bool has_tiles() {
 #if defined(TXL_SOFTWARE_TILES)
   return true;
 #else
-  return __builtin_cpu_supports("amx-tile") != 0 && __builtin_cpu_supports("amx-bf16") != 0 &&
-         syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // names that not every compiler knows
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmxBf16) && (d & kAmxTile) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
 }
 #endif

@@ -7,10 +7,10 @@
 namespace txl::TXL_LEVEL {
 
 // The running softmax of some rows. Probabilities are 2^(score - base), the base a row's largest score when
-// it saw its first keys: it moves only where a score is so much larger that 2^ of it would overflow.
+// it saw its first keys: it moves only where a score is so much larger that sums could overflow.
 template <typename T>
 struct Softmax {
-  static constexpr T kRoom = 64;  // what a score may be above the base
+  static constexpr T kRoom = 16;  // what a score may be above the base
 
   T *o, *sum;  // [rows][columns], [rows][kLanes]: neither divided by the sum of all
   T *base, *limit;
