@@ -2,10 +2,11 @@
 
     python benchmarks/must_reach.py
     python benchmarks/must_reach.py --rows forward decode --repeat 31
-    python benchmarks/must_reach.py --device cuda       # the Triton backend's, which are meant for an H200
+    python benchmarks/must_reach.py --device cuda       # those of the backends for GPUs, meant for an H200
 
-Every figure is a ratio of medians, taken in turns within one run, so that neither the machine nor its mood
-matters: over torch's own product 2048^3 in the same dtype, a copy, another way, or ours on another problem.
+Every figure on a CPU is a ratio of medians, taken in turns within one run, so that neither the machine nor
+its mood matters: over torch's own product 2048^3 in the same dtype, a copy, another way, or ours on another
+problem. On a GPU some are rates.
 Exit status 1 if a figure that could be measured is missed.
 """
 
@@ -27,7 +28,7 @@ from measure import DECODE, FORWARD, GPU_DECODE, GPU_HEADLINE, SHAPES, TRAIN, Pr
 from rivals import RIVALS, Way, floor_kernel, ours
 
 HEADLINE = SHAPES["headline"]
-BACKEND, GPU_BACKEND = ours("cpu"), ours("triton")
+BACKEND, GPU_BACKEND, CUDA_BACKEND = ours("cpu"), ours("triton"), ours("cuda")
 PEERS = {way.name: way for way in RIVALS}
 FLOOR = "sdpa-no-position"
 GPU_PEERS = (FLOOR, "flex-compiled", "shift-compiled")
@@ -83,12 +84,12 @@ def gemm_fraction(problem: Problem, which: str) -> Callable[[int], float]:
     return value
 
 
-def copy_fraction(problem: Problem) -> Callable[[int], float]:
+def copy_fraction(problem: Problem, way: Way | None = None) -> Callable[[int], float]:
     """Bytes of k, v and r per second over the bytes per second that a copy reads and writes."""
 
     def value(repeat: int) -> float:
         copy, copied = measure.copy_task(problem.device)
-        took = medians({"copy": copy, "ours": checked(our_way(problem), problem, DECODE)}, repeat)
+        took = medians({"copy": copy, "ours": checked(way or our_way(problem), problem, DECODE)}, repeat)
         return problem.cache_bytes() / took["ours"] / (copied / took["copy"])
 
     return value
@@ -156,6 +157,26 @@ def over_flash(problem: Problem, which: str) -> Callable[[int], float]:
         if (kernel := floor_kernel(problem)).name != "FLASH_ATTENTION":
             raise Skipped(f"the floor is {kernel.name} here")
         return 1 / gpu_speedup(problem, which, FLOOR)(repeat)
+
+    return value
+
+
+def teraflops(way: Way, problem: Problem, which: str) -> Callable[[int], float]:
+    """Useful operations per second, in 10^12: those of visible pairs, all products."""
+
+    def value(repeat: int) -> float:
+        took = medians({"ours": checked(way, problem, which)}, repeat)
+        return problem.flops(which) / took["ours"] / 1e12
+
+    return value
+
+
+def over_backend(way: Way, other: Way, problem: Problem, which: str) -> Callable[[int], float]:
+    """Time of another of our backends over that of one."""
+
+    def value(repeat: int) -> float:
+        took = medians({w.name: checked(w, problem, which) for w in (way, other)}, repeat)
+        return took[other.name] / took[way.name]
 
     return value
 
@@ -260,6 +281,26 @@ GPU_FIGURES = (
         memory_growth(LONG, replace(LONG, qlen=2048, klen=4096)),
         at_least=False,
     ),
+    *(
+        Figure(f"CUDA C++ {name}, D {d_head}", target, "TFLOP/s", teraflops(CUDA_BACKEND, problem, which))
+        for d_head, problem in GPU_HEADLINE.items()
+        for name, which, target in (("forward", FORWARD, 300), ("train", TRAIN, 250))
+    ),
+    *(
+        Figure(f"CUDA C++ decode, B {batch}, D {d_head}", 0.8, "copy rate", copy_fraction(one, CUDA_BACKEND))
+        for d_head, problem in GPU_DECODE.items()
+        for batch in (1, 64)
+        for one in [replace(problem, batch=batch)]
+    ),
+    *(
+        Figure(
+            f"CUDA C++ decode over Triton, B 1, D {d_head}",
+            1.2,
+            "its speed",
+            over_backend(CUDA_BACKEND, GPU_BACKEND, replace(problem, batch=1), DECODE),
+        )
+        for d_head, problem in GPU_DECODE.items()
+    ),
 )
 
 
@@ -290,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cpu: the CPU backend's figures; cuda: the Triton backend's (cpu)",
+        help="cpu: the CPU backend's figures; cuda: those of the backends for GPUs (cpu)",
     )
     parser.add_argument(
         "--rows", nargs="+", metavar="TEXT", help="only figures whose name begins with one of these"

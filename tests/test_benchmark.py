@@ -348,6 +348,15 @@ def test_figures_of_a_gpu(monkeypatch):
         must_reach.over_flash(problem, FORWARD)(2)
 
 
+def test_rates_and_backends_side_by_side(monkeypatch):
+    problem, ours, reference = Problem(6, 20, heads=2, d_head=8), rivals.ours(OURS), rivals.ours("reference")
+    taken = {"ours": 2.0, OURS: 2.0, "reference": 6.0}
+    monkeypatch.setattr(must_reach, "medians", lambda tasks, repeat: {name: taken[name] for name in tasks})
+    rate = must_reach.teraflops(ours, problem, FORWARD)(1)
+    assert rate == pytest.approx(problem.flops(FORWARD) / 2e12)
+    assert must_reach.over_backend(ours, reference, problem, FORWARD)(1) == pytest.approx(3)
+
+
 def test_growth_of_memory(monkeypatch):
     monkeypatch.setattr(
         must_reach, "extra_memory", lambda way, problem, passes: {TRAIN: problem.qlen * problem.klen}
