@@ -69,7 +69,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return out
     if _ONEDNN and x.dtype is torch.float32:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    # In bfloat16 with AMX oneDNN reads rows to the next multiple of 32 and multiplies what it finds there by
+    # 0: memory of others, which may hold NaN, if rows are apart.
+    return F.linear(x.contiguous() if x.dtype is torch.bfloat16 else x, weight, bias)
 
 
 def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -38,6 +38,7 @@ class ForwardKernel {
   using Elem = typename C::Elem;
   static constexpr int kBlockRows = kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
   static constexpr int kWidth = kPanel<C>;
+  static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : kWidth;  // whose values are added at a time
   static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPairPitch = kPitch / C::depth;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
@@ -64,7 +65,8 @@ class ForwardKernel {
         depth_(depth_of<C>(p_.D)),
         columns_(round_up(p_.D, kLanes<T>)),
         keys_(round_up(p_.K, kWidth)),
-        blocks_((p_.L + kBlockRows - 1) / kBlockRows),
+        block_rows_(rows_of_block(p_.L)),
+        blocks_((p_.L + block_rows_ - 1) / block_rows_),
         band_(p_, kBlockRows),
         threshold_(DropoutMask::threshold(p_.dropout_p)) {}
 
@@ -114,6 +116,12 @@ class ForwardKernel {
   }
 
  private:
+  // Blocks of about the same size, of whole register tiles.
+  static int64_t rows_of_block(int64_t L) {
+    const int64_t blocks = max((L + kBlockRows - 1) / kBlockRows, 1);
+    return max(round_up((L + blocks - 1) / blocks, kTiled<C> ? C::whole : kRows), 1);
+  }
+
   int64_t head_of(int64_t unit) const { return unit / p_.B; }
   int64_t batch_of(int64_t unit) const { return unit % p_.B; }
 
@@ -144,8 +152,8 @@ class ForwardKernel {
   }
 
   void run_block(int64_t unit, const Unit& u, int64_t index, Scratch& s) const {
-    const int64_t i0 = p_.L * index / blocks_;
-    const int rows = static_cast<int>(p_.L * (index + 1) / blocks_ - i0);
+    const int64_t i0 = index * block_rows_;
+    const int rows = static_cast<int>(min(block_rows_, p_.L - i0));
     const int64_t h = head_of(unit), b = batch_of(unit);
     const Block block(p_, p_.keys_of_batch(b), i0, rows);
     s.softmax.clear(rows, columns_);
@@ -258,24 +266,26 @@ class ForwardKernel {
           rows, columns_, (to - from) / C::depth, prob + m * kPairPitch + (from - lo) / C::depth, kPairPitch,
           u.v + from / C::depth * columns_, columns_, s.softmax.o + m * columns_, columns_);
     };
-    if (u.v_poisoned && !block.all_see(max(lo, block.batch.lo), min(hi, block.batch.hi))) {
+    // Tile by tile: all rows use its values before the next ones come.
+    for (int64_t j = lo; j < hi; j += kValueKeys) {
+      const int64_t end = min(j + kValueKeys, hi);
+      if (!u.v_poisoned || block.all_see(max(j, block.batch.lo), min(end, block.batch.hi))) {
+        add(0, block.rows, j, end);
+        continue;
+      }
       // 0 * NaN is NaN: here every row must keep to the keys it sees.
       for (int m = 0; m < block.rows; ++m) {
         const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-        const int64_t from = max(keys.lo, lo);
-        add(m, 1, from, max(min(keys.hi, hi), from));
+        const int64_t from = max(keys.lo, j);
+        add(m, 1, from, max(min(keys.hi, end), from));
       }
-      return;
     }
-    // Values that all rows use before the next ones come.
-    for (int64_t j = lo; j < hi; j += kTiled<C> ? hi - lo : kWidth)
-      add(0, block.rows, j, kTiled<C> ? hi : j + kWidth);
   }
 
   const Problem p_;
   const Forward& t_;
   const Pool& pool_;
-  const int64_t depth_, columns_, keys_, blocks_;
+  const int64_t depth_, columns_, keys_, block_rows_, blocks_;
   const BandColumns<C> band_;
   const uint32_t threshold_;
 };
