@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 
 from txl_kernels import _report
 
@@ -11,7 +13,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     args = parser.parse_args()
     report = _report.collect()
-    print(json.dumps(report, indent=2) if args.json else _report.render(report))
+    try:
+        print(json.dumps(report, indent=2) if args.json else _report.render(report), flush=True)
+    except BrokenPipeError:  # whoever read the output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush, and fail
 
 
 if __name__ == "__main__":
