@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
@@ -346,6 +347,15 @@ def test_figures_of_a_gpu(monkeypatch):
     monkeypatch.setattr(must_reach, "floor_kernel", lambda problem: SDPBackend.MATH)
     with pytest.raises(must_reach.Skipped, match="MATH"):
         must_reach.over_flash(problem, FORWARD)(2)
+
+
+def test_a_way_is_refused_for_the_time_its_memory_takes():
+    """A product that is fast says nothing about one that fills 15 GB first."""
+    way = Way("wide", lambda problem: (not_a_number, []), needs=lambda problem, which: 2**20)
+    problem = Problem(6, 20, heads=2, d_head=8)
+    assert bench_attn.refusal(way, problem, FORWARD, 1e15, 2**20 / 3, 4) is None
+    assert "about 5 s a call" in bench_attn.refusal(way, problem, FORWARD, 1e15, 2**20 / 5, 4)
+    assert 1e6 < measure.fresh_memory_rate("cpu") < measure.fresh_memory_rate("cuda") == math.inf
 
 
 def test_rates_and_backends_side_by_side(monkeypatch):
