@@ -209,6 +209,7 @@ class BackwardKernel {
 
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
   bool run_task(const Task& task, Scratch& s) const {
+    const TileScope tiles;
     Vec<T> poison = {};
     pack_r(task.head, s, poison);
     zero(task.sums.dr, rest_elements());

@@ -152,6 +152,7 @@ class ForwardKernel {
   }
 
   void run_block(int64_t unit, const Unit& u, int64_t index, Scratch& s) const {
+    const TileScope tiles;
     const int64_t i0 = index * block_rows_;
     const int rows = static_cast<int>(min(block_rows_, p_.L - i0));
     const int64_t h = head_of(unit), b = batch_of(unit);
@@ -216,7 +217,7 @@ class ForwardKernel {
       }
       store(softmax.sum + (m0 + m) * W, sum);
       if constexpr (C::depth > 1) {
-        if (p_.dropout_p == 0) {
+        if (pairs_at_once()) {
           TXL_UNROLL
           for (int n = 0; n < kVectors; n += 2)
             store(s.pairs + (m0 + m) * kPairPitch + (j - lo + n * W) / 2,
@@ -234,7 +235,7 @@ class ForwardKernel {
     const T factor = s.softmax.rebase(m, largest, columns_);
     if (factor == T{1}) return;
     if constexpr (C::depth > 1) {
-      if (p_.dropout_p == 0) {
+      if (pairs_at_once()) {
         for (int64_t x = 0; x < (j - lo) / 2; ++x) {
           Elem* pair = s.pairs + m * kPairPitch + x;
           const float scaled[2] = {bits<float>(*pair << 16) * factor,

@@ -123,6 +123,13 @@ TXL_INLINE void store_tile(T* out, int64_t pitch, const Vec<T> (&acc)[kM][kN]) {
   for (int n = 0; n < kN; ++n) store(out + m * pitch + n * kLanes<T>, acc[m][n]);
 }
 
+// Where the sums of a product start: row m, vector n at data + m * row_step + n * vector_step; null: at zero.
+template <typename T>
+struct Start {
+  const T* data = nullptr;
+  int64_t row_step = 0, vector_step = 0;
+};
+
 // Stores a panel's product.
 template <typename T>
 struct Store {
@@ -218,6 +225,14 @@ TXL_INLINE Vec<T> lane_sums(Vec<T> (&v)[kLanes<T>]) {
   }
 }
 
+// A vector of a stored row of which n values are left, zeros behind them.
+template <class S>
+TXL_INLINE auto load_left(const S* p, int64_t n) {
+  using V = decltype(load_as_float(p));
+  constexpr int W = kLanes<decltype(to_float(S{}))>;
+  return n >= W ? load_as_float(p) : n > 0 ? load_some(p, static_cast<int>(n)) : V{};
+}
+
 // kLanes consecutive depth elements of a stored row, from value d on; zeros past D or where the row is null.
 template <class C, class S>
 TXL_INLINE Vec<typename C::Elem> load_elems(const S* row, int64_t d, int64_t D) {
@@ -226,7 +241,7 @@ TXL_INLINE Vec<typename C::Elem> load_elems(const S* row, int64_t d, int64_t D) 
   if (!row) return Vec<E>{};
   const int64_t n = min(kValues, D - d);
   if constexpr (C::depth == 1) {
-    return n == kValues ? load_as_float(row + d) : load_some(row + d, static_cast<int>(n));
+    return load_left(row + d, n);
   } else {  // bfloat16 in pairs is what memory holds already
     E lane[kLanes<E>] = {};
     memcpy(lane, row + d, n == kValues ? sizeof(lane) : static_cast<size_t>(n) * sizeof(S));
@@ -261,10 +276,7 @@ static void pack_rows(const S* const (&rows)[C::depth], int64_t D, int64_t colum
   for (int64_t d = 0; d < columns; d += W) {
     Vec<T> x[C::depth];
     for (int i = 0; i < C::depth; ++i) {
-      const int64_t n = rows[i] ? D - d : 0;
-      x[i] = n >= W  ? load_as_float(rows[i] + d)
-             : n > 0 ? load_some(rows[i] + d, static_cast<int>(n))
-                     : Vec<T>{};
+      x[i] = rows[i] ? load_left(rows[i] + d, D - d) : Vec<T>{};
       poison += x[i] - x[i];
     }
     if constexpr (C::depth == 1) {

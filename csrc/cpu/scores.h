@@ -25,7 +25,6 @@ TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
       static_cast<int>(min(pool.threads, items)),
       [](void* c, int thread) {
         Context& ctx = *static_cast<Context*>(c);
-        const TileScope tiles;
         for (int64_t i; (i = ctx.next.fetch_add(1, std::memory_order_relaxed)) < ctx.items;) ctx.f(i, thread);
       },
       &context);
@@ -70,11 +69,6 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
   constexpr int W = kLanes<T>;
   const int64_t D = block.p.D;
   const S* u = bias.data ? bias.at<S>(0, h, 0) : nullptr;
-  const auto load_row = [&](const S* row, int64_t d) {
-    return d + W <= D ? load_as_float(row + d)
-           : d < D    ? load_some(row + d, static_cast<int>(D - d))
-                      : Vec<T>{};
-  };
   for (int m = 0; m < block.rows; ++m, out += depth) {
     const S* row = q.at<S>(b, h, block.i0 + m);
     if (block.p.keys_of_query(block.batch, block.i0 + m).empty()) {
@@ -85,8 +79,8 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
       Vec<T> x[C::depth];
       for (int e = 0; e < C::depth; ++e) {
         const int64_t d = k * C::depth + e * W;
-        x[e] = load_row(row, d);
-        if (u) x[e] += load_row(u, d);
+        x[e] = load_left(row + d, D - d);
+        if (u) x[e] += load_left(u + d, D - d);
         x[e] *= factor;
       }
       Vec<Elem> elems;
@@ -128,7 +122,7 @@ static Range band_tiles(const Block& block, int64_t lo, int64_t hi) {
   return tiles;
 }
 
-// One row of the result from its running softmax: o unnormalised, m the maximum and l the sum in log2 units.
+// One row of the result from its running softmax: o unnormalised, m what scores are relative to, l the sum.
 template <typename T, class S>
 static void write_row(const Problem& p, const Forward& t, int64_t b, int64_t h, int64_t i, const T* o, T m,
                       T l) {

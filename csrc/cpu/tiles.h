@@ -19,13 +19,13 @@ template <bool kAdd>
 static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
                          const uint32_t* b, int64_t ldb, float* c, int64_t ldc);
 
-#if !defined(__AMX_BF16__)
-
+#if !defined(__AMX_BF16__) || defined(TXL_SOFTWARE_TILES)
 struct TileScope {
   TileScope() {}  // not trivial: an object that is not used otherwise
 };
+#endif
 
-#else
+#if defined(__AMX_BF16__)
 
 constexpr int kTile = 16;  // rows; columns; pairs of the depth
 
@@ -33,10 +33,6 @@ constexpr int kTile = 16;  // rows; columns; pairs of the depth
 
 // The registers in memory, where the sanitizers see what is read and written, and for CPUs that have none.
 inline thread_local uint32_t tile_register[8][kTile][kTile];
-
-struct TileScope {
-  TileScope() {}  // not trivial: an object that is not used otherwise
-};
 
 template <int t>
 void tile_zero() {
@@ -100,7 +96,7 @@ TXL_INLINE void tile_multiply() {
 
 #endif
 
-// kM by kN registers of it.
+// kM by kN registers of c.
 template <bool kAdd, int kM, int kN>
 TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t depth,
                            float* c, int64_t ldc) {

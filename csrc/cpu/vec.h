@@ -336,13 +336,6 @@ struct Bf16Tiles : Bf16Pair {  // the same operands, multiplied by whole tiles (
 };
 #endif
 
-// Where the sums of a product start: row m, vector n at data + m * row_step + n * vector_step; null: at zero.
-template <typename T>
-struct Start {
-  const T* data = nullptr;
-  int64_t row_step = 0, vector_step = 0;
-};
-
 // Depth element from its `depth` consecutive values.
 TXL_INLINE void pack_elem(float* e, const float* x) { *e = x[0]; }
 TXL_INLINE void pack_elem(double* e, const double* x) { *e = x[0]; }
