@@ -36,13 +36,14 @@ TORCH_TARGET_VERSION = f"0x{TORCH_AT_LEAST[0]:02x}{TORCH_AT_LEAST[1]:02x}0000000
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 COMMON_FLAGS += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
 OPTIMISED_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-DNDEBUG"]
-# No sanitizer sees what AMX reads and writes: its tiles become memory, on any CPU that has AVX512_BF16.
+# TXL_SANITIZED: AMX's tiles are memory, for no sanitizer sees what AMX reads and writes (and any CPU that has
+# AVX512_BF16 will do); and memory is not kept from call to call.
 SANITIZED_FLAGS = [
     "-O1",
     "-g",
     "-fno-omit-frame-pointer",
     "-fno-sanitize-recover=all",
-    "-DTXL_SOFTWARE_TILES",
+    "-DTXL_SANITIZED",
 ]
 
 DTYPES = ["f32", "f64", "bf16"]
@@ -64,7 +65,7 @@ X86_LEVELS = [
     (
         "amx_bf16",
         [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-        ["bf16"],
+        ["f32", "bf16"],
         "[] { _tile_dpbf16ps(0, 1, 2); return 0; }()",
     ),
 ]
@@ -244,13 +245,14 @@ def build_native(verbose: bool) -> list[Path]:
         for dtype in dtypes:
             defines = [f"-DTXL_LEVEL={level}", f"-DTXL_DTYPE={dtype}"]
             kernels.append(file.compile("cpu/kernels.cpp", [*defines, *level_flags], level, dtype))
+    memory = file.compile("cpu/memory.cpp", [])
     dispatch = file.compile("cpu/dispatch.cpp", [f"-DTXL_HAVE_{name.upper()}=1" for name in levels])
     binding = file.compile("torch_binding_cpu.cpp", ["-isystem", str(torch / "include")])
     # No run path: torch is imported before the library is loaded, so the loader has libtorch_cpu.so already.
     torch_flags = [f"-L{torch / 'lib'}", "-ltorch_cpu"]
     if not sanitize:  # whose symbols come from the executable
         torch_flags += ["-Wl,--no-undefined"]  # a missing symbol fails here, not on the user's machine
-    libraries = [file.link("libtxl_cpu.so", [*kernels, dispatch, binding], torch_flags)]
+    libraries = [file.link("libtxl_cpu.so", [*kernels, dispatch, memory, binding], torch_flags)]
     if toolkit and not sanitize:
         file.add_nvcc(toolkit)
         libraries.append(add_cuda(file, toolkit, torch))

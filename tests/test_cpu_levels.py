@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import cpu_levels, python, why_not
+from helpers import TESTS, cpu_levels, python, why_not
 
 
 @pytest.mark.parametrize("level", cpu_levels())
@@ -48,6 +48,38 @@ def test_tiles_are_shared_with_torch(threads):
     )
 
 
+@pytest.mark.skipif("amx_bf16" not in cpu_levels(), reason="no AMX here")
+@pytest.mark.parametrize("file", ["test_masks.py", "test_key_range.py", "test_clamp.py"])
+def test_nan_and_masks_by_tiles(file):
+    """Most of these tests are too small for float32 to be done by tiles, unless their level is named."""
+    done = python(
+        "import pytest, sys\n"
+        "options = ['-q', '-p', 'no:cacheprovider', '-k', 'cpu and float32']\n"
+        f"sys.exit(pytest.main([*options, {str(TESTS / file)!r}]))",
+        TXL_CPU_LEVEL="amx_bf16",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and " skipped" not in done.stdout
+
+
+@pytest.mark.skipif("amx_bf16" not in cpu_levels(), reason="no AMX here")
+def test_tiles_where_they_suit():
+    """float32 of few queries, or of a head dimension that fills no tile, is done by plain vectors."""
+    code = (
+        "import torch\n"
+        "from txl_kernels import rel_attention\n"
+        "torch.manual_seed(0)\n"
+        "for L, D in ((40, 64), (80, 40), (80, 64)):\n"
+        "    q, k, r = torch.randn(1, 1, L, D), torch.randn(1, 1, 90, D), torch.randn(1, 90, D)\n"
+        "    print(rel_attention(q, k, k, r).double().sum().item())\n"
+    )
+    chosen, plain = (python(code, TXL_CPU_LEVEL=level).stdout.split() for level in (None, "avx512"))
+    assert chosen[:2] == plain[:2]
+    assert chosen[2] != plain[2]
+    assert abs(float(chosen[2]) - float(plain[2])) < 1e-3
+
+
 @pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
 @pytest.mark.parametrize("level", ["avx1024", "AVX2"])
 def test_unknown_level_is_refused(level):
@@ -67,4 +99,21 @@ def test_unknown_level_is_refused(level):
 @pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
 def test_memory_of_the_c_library_is_not_taken_for_zero():
     """Workspaces come from malloc, which torch's poison does not reach. glibc fills them with 0x7f: 3e38."""
-    python("import helpers\nassert helpers.check_broadly('cpu') > 80", MALLOC_PERTURB_="128")
+    python(
+        "import helpers\nassert helpers.check_broadly('cpu') > 80", MALLOC_PERTURB_="128", TXL_CPU_KEPT_MB="0"
+    )
+
+
+@pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")
+@pytest.mark.parametrize("value", ["lots", "-1", "64MB"])
+def test_kept_memory_must_be_a_number(value):
+    done = python(
+        "import torch\n"
+        "from txl_kernels import rel_attention\n"
+        "q = torch.ones(1, 1, 20, 8)\n"
+        "rel_attention(q, q, q, q[0])",
+        TXL_CPU_KEPT_MB=value,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "TXL_CPU_KEPT_MB" in done.stderr and f"'{value}'" in done.stderr and "megabytes" in done.stderr

@@ -48,6 +48,24 @@ def test_decode_on_one_and_more_threads(backend, L, threads):
         assert_same_bits(results[0], other)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, dict(window_size=(77, 0)), dict(causal=False, window_size=(200, 30)), dict(N=50)], ids=str
+)
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype(exact=True) if p.id.startswith("cpu")])
+def test_one_head_on_one_and_more_threads(backend, dtype, options, threads):
+    """Where heads are fewer than threads, queries are shared out in smaller blocks."""
+    options = dict(options)
+    sizes = dict(B=1, H=1, L=270, K=700, D=64, causal=options.get("causal", True))
+    tensors = inputs(**sizes, N=options.pop("N", None), dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    results = []
+    for n in (1, 2, 3, 7):
+        threads(n)
+        results.append(run(backend, tensors, dout, **options))
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
+
+
 @pytest.mark.parametrize("L", [2, 70])
 @pytest.mark.parametrize("backend, dtype", [p for p in each_dtype(exact=True) if p.id.startswith("cpu")])
 def test_a_batch_gives_what_its_entries_give_alone(backend, dtype, L):

@@ -35,32 +35,43 @@ TXL_INLINE void score_gradient(Vec<T> (&acc)[kM][kN], const T* p, const T* dropp
   }
 }
 
-// A block of rows in both layouts that products read: broadcast along a row, and as B rows of the depth.
-template <class C>
+// A block of rows in both layouts that products read: [rows][lda], broadcast along a row, and the elements
+// across rows, whose depth are the rows: as B [rows / depth][ldb], or for tiles as A, turned, [columns][ldb].
+// The same memory where an element is one value.
+template <class C, int kRowCount>
 struct Rows {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  Elem *along,
-      *across;  // [rows][lda], [rows / depth][columns]; the same memory where an element is one value
-  int64_t lda;
+  Elem *along, *across;
+  int64_t lda, ldb;
 
-  static int64_t elements(int64_t rows, int64_t columns) {
-    return (C::depth == 1 ? 1 : 2) * rows * columns / C::depth;
-  }
-  Rows(Elem* memory, int64_t rows, int64_t columns)
+  Rows(Elem* memory, int64_t columns)
       : along(memory),
-        across(C::depth == 1 ? memory : memory + rows * columns / C::depth),
-        lda(columns / C::depth) {}
+        across(C::depth == 1 ? memory : memory + kRowCount * lda_of(columns)),
+        lda(lda_of(columns)),
+        ldb(kTiled<C> ? a_pitch<C>(kRowCount / C::depth) : columns) {}
 
-  // From values [rows][columns], `rows` a multiple of the depth and columns of whole vectors.
+  static int64_t elements(int64_t columns) {
+    const int64_t across =
+        kTiled<C> ? columns * a_pitch<C>(kRowCount / C::depth) : kRowCount / C::depth * columns;
+    return kRowCount * lda_of(columns) + (C::depth == 1 ? 0 : across);
+  }
+
+  // From values [rows][columns], `rows` whole elements and columns whole vectors.
   void pack(const T* x, int64_t rows, int64_t columns) const {
     if constexpr (C::depth == 1) {
       memcpy(along, x, static_cast<size_t>(rows * columns) * sizeof(T));
     } else {
-      pack_pairs_along<C>(x, columns, rows, columns, along, lda);
-      pack_pairs_across<C>(x, columns, rows, columns, across, columns);
+      pack_along<C>(x, columns, rows, columns, along, lda);
+      if constexpr (kTiled<C>)
+        pack_turned<C>(x, columns, rows, columns, across, ldb);
+      else
+        pack_across<C>(x, columns, rows, columns, across, ldb);
     }
   }
+
+ private:
+  static int64_t lda_of(int64_t columns) { return a_pitch<C>(columns / C::depth); }
 };
 
 template <class C, class S>
@@ -70,13 +81,17 @@ class BackwardKernel {
   static constexpr int kBlockRows = kTiled<C> ? 64 : 12 * kRows, kChunkKeys = 256;
   static constexpr int kWidth = kPanel<C>;
   static constexpr int64_t kPitch = kChunkKeys + 16;
-  static constexpr int64_t kSlopePitch = kChunkKeys + kBlockRows + 2 * kWidth + 16;
+  static constexpr int64_t kSlopeColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
+  // Whole cache lines, an odd number of them.
+  static constexpr int64_t kSlopePitch = kSlopeColumns | 16;
+  static constexpr int64_t kAlongPitch = a_pitch<C>((kTiled<C> ? kWidth : kSlopeColumns) / C::depth);
   static constexpr int kStep = C::depth * C::whole;  // rows or columns that a product sums over come in these
-  // How the operand lies whose depth runs over rows of the block: tiles are read from rows, so it is turned.
-  static constexpr A kAcross = kTiled<C> ? A::rows : A::columns;
+  // Columns of the band are multiplied in multiples of this.
+  static constexpr int kColumnStep = kTiled<C> ? kWidth : kStep;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
-  // What the gradients of a share of the queries are added to: two blocks of memory.
+  // What the gradients of a share of the queries are added to: two blocks of memory. With tiles dk, dv and dr
+  // are panels of kWidth rows, turned, while a task runs (turn_back).
   struct Sums {
     T *dk, *dv;                     // [keys_][columns_]
     T *dr, *dr_far, *du, *dv_bias;  // [band columns][columns_], [2][columns_], [columns_], [columns_]
@@ -110,7 +125,9 @@ class BackwardKernel {
         t_(tensors),
         pool_(pool),
         depth_(depth_of<C>(p_.D)),
+        pitch_(C::parts * depth_),
         columns_(round_up(p_.D, kLanes<T> * C::depth)),
+        row_pitch_(C::parts * columns_),
         keys_(round_up(p_.K, kWidth)),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
         band_(p_, kBlockRows),
@@ -184,12 +201,12 @@ class BackwardKernel {
   // The arrays of a Scratch, in one list: `visit(pointer, elements)`.
   template <class F>
   void scratch_arrays(Scratch& s, F visit) const {
-    const int64_t q_elements = Rows<C>::elements(kBlockRows, columns_), rows = kBlockRows;
-    visit(s.k_panels, keys_ * depth_), visit(s.v_panels, keys_ * depth_);
-    visit(s.k_rows, keys_ / C::depth * columns_);
-    visit(s.r_panels, band_columns_ * depth_);
-    visit(s.r_rows, band_columns_ / C::depth * columns_);
-    visit(s.far[0], kLanes<Elem> * depth_), visit(s.far[1], kLanes<Elem> * depth_);
+    const int64_t q_elements = Rows<C, kBlockRows>::elements(columns_), rows = kBlockRows;
+    visit(s.k_panels, keys_ * pitch_), visit(s.v_panels, keys_ * pitch_);
+    visit(s.k_rows, keys_ / C::depth * row_pitch_);
+    visit(s.r_panels, band_columns_ * pitch_);
+    visit(s.r_rows, band_columns_ / C::depth * row_pitch_);
+    visit(s.far[0], kLanes<Elem> * pitch_), visit(s.far[1], kLanes<Elem> * pitch_);
     visit(s.r_far, 2 * columns_);
     const bool several = together_ && shares_ > 1;
     visit(s.keys, together_ ? keys_elements() : 0);
@@ -203,8 +220,8 @@ class BackwardKernel {
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
     visit(s.slope, rows * kSlopePitch);
-    visit(s.along, C::depth == 1 ? 0 : rows * kSlopePitch / C::depth);
-    visit(s.across, C::depth == 1 ? 0 : rows * kSlopePitch / C::depth);
+    visit(s.along, C::depth == 1 ? 0 : rows * kAlongPitch);
+    visit(s.across, C::depth == 1 ? 0 : rows * (kTiled<C> ? kPanelPitch<C> : kSlopePitch) / C::depth);
   }
 
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
@@ -215,7 +232,7 @@ class BackwardKernel {
     zero(task.sums.dr, rest_elements());
     for (int64_t b = task.batch_from; b < task.batch_to; ++b) {
       const Range exist = p_.keys_of_batch(b);
-      pack_keys(task.head, b, exist, s, poison);
+      pack_keys(task.head, b, keys_of_queries(p_, exist, 0, p_.L - 1), s, poison);
       const Sums total = together_ ? sums_in(s.keys, task.sums.dr) : task.sums;
       zero(total.dk, keys_elements());
       for (int64_t share = task.share_from; share < task.share_to; ++share) {
@@ -224,15 +241,42 @@ class BackwardKernel {
         if (!first) zero(s.sums.dk, keys_elements()), zero(s.sums.dr, rest_elements());
         Vec<T> share_poison = poison;
         for (int64_t block = blocks_ * share / shares_; block < blocks_ * (share + 1) / shares_; ++block) {
-          const int64_t i0 = p_.L * block / blocks_, i1 = p_.L * (block + 1) / blocks_;
+          const int64_t i0 = start_of_block(block), i1 = start_of_block(block + 1);
           if (!run_block(task.head, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, s, share_poison))
             return false;
         }
         if (!first) add(s.sums, total);
       }
+      if (kTiled<C>) turn_back(total.dk, keys_, s), turn_back(total.dv, keys_, s);
       if (together_) write_keys(b, task.head, total);
     }
+    if (kTiled<C>) turn_back(task.sums.dr, band_columns_, s);
     return true;
+  }
+
+  // Of about the same size, in whole steps.
+  int64_t start_of_block(int64_t block) const {
+    const int64_t steps = (p_.L + kStep - 1) / kStep;
+    return min(steps * block / blocks_ * kStep, p_.L);
+  }
+
+  // Panels [columns][kWidth] become rows.
+  void turn_back(T* sums, int64_t rows, Scratch& s) const {
+    static_assert(!kTiled<C> || kWidth <= kBlockRows, "a panel fits into s.rows");
+    constexpr int W = kLanes<T>;
+    for (int64_t row = 0; row < rows; row += kWidth) {
+      T* panel = sums + row * columns_;
+      for (int64_t d = 0; d < columns_; d += W)
+        for (int64_t x = 0; x < kWidth; x += W) {
+          Vec<T> v[W];
+          TXL_UNROLL
+          for (int i = 0; i < W; ++i) v[i] = load(panel + (d + i) * kWidth + x);
+          transpose<T>(v);
+          TXL_UNROLL
+          for (int i = 0; i < W; ++i) store(s.rows + (x + i) * columns_ + d, v[i]);
+        }
+      memcpy(panel, s.rows, static_cast<size_t>(kWidth * columns_) * sizeof(T));
+    }
   }
 
   static void zero(T* x, int64_t count) { memset(x, 0, static_cast<size_t>(count) * sizeof(T)); }
@@ -247,12 +291,9 @@ class BackwardKernel {
 
   void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
     for (int64_t panel = 0; panel < band_.panels; ++panel)
-      pack_band_panel<C, S>(p_, t_.r, h, band_, panel, s.r_panels + panel * kWidth * depth_);
-    for (int64_t c = 0; c < band_columns_; c += C::depth) {
-      const S* rows[C::depth];
-      for (int e = 0; e < C::depth; ++e) rows[e] = t_.r.at<S>(0, h, p_.r_row(band_.first + c + e));
-      pack_rows<C>(rows, p_.D, columns_, s.r_rows + c / C::depth * columns_, poison);
-    }
+      pack_band_panel<C, S>(p_, t_.r, h, band_, panel, s.r_panels + panel * kWidth * pitch_);
+    const auto row = [&](int64_t column) { return band_.template row<S>(p_, t_.r, h, column); };
+    pack_rows<C, false>(band_columns_, row, p_.D, columns_, s.r_rows, poison);
     for (int side = 0; side < 2; ++side) {
       const S* row = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
       pack_far<C>(row, p_.D, s.far[side]);
@@ -260,21 +301,18 @@ class BackwardKernel {
     }
   }
 
-  void pack_keys(int64_t h, int64_t b, Range exist, Scratch& s, Vec<T>& poison) const {
-    for (int64_t tile = floor_to(exist.lo, kWidth); tile < exist.hi; tile += kWidth) {
+  void pack_keys(int64_t h, int64_t b, Range seen, Scratch& s, Vec<T>& poison) const {
+    for (int64_t tile = floor_to(seen.lo, kWidth); tile < seen.hi; tile += kWidth) {
       const S *k[kWidth], *v[kWidth];
-      for (int x = 0; x < kWidth; ++x) {  // keys that do not exist are zeros, whatever memory holds there
-        const bool exists = tile + x >= exist.lo && tile + x < exist.hi;
-        k[x] = exists ? t_.k.at<S>(b, h, tile + x) : nullptr;
-        v[x] = exists ? t_.v.at<S>(b, h, tile + x) : nullptr;
+      for (int x = 0; x < kWidth; ++x) {
+        k[x] = row_of_key<S>(t_.k, b, h, seen, tile + x);
+        v[x] = row_of_key<S>(t_.v, b, h, seen, tile + x);
       }
-      pack_panel<C>(k, p_.D, s.k_panels + tile * depth_);
-      pack_panel<C>(v, p_.D, s.v_panels + tile * depth_);
-      for (int x = 0; x < kWidth; x += C::depth) {
-        const S* rows[C::depth];
-        for (int e = 0; e < C::depth; ++e) rows[e] = k[x + e];
-        pack_rows<C>(rows, p_.D, columns_, s.k_rows + (tile + x) / C::depth * columns_, poison);
-      }
+      pack_panel<C>(k, p_.D, s.k_panels + tile * pitch_);
+      pack_panel<C>(v, p_.D, s.v_panels + tile * pitch_);
+      pack_rows<C, false>(
+          kWidth, [&](int64_t x) { return k[x]; }, p_.D, columns_, s.k_rows + tile / C::depth * row_pitch_,
+          poison);
     }
   }
 
@@ -286,11 +324,12 @@ class BackwardKernel {
       for (int64_t m = 0; m < rows; ++m) {
         const bool sees = m < block.rows && !p_.keys_of_query(block.batch, block.i0 + m).empty();
         const S* row = sees ? x.at<S>(b, h, block.i0 + m) : nullptr;
-        for (int64_t d = 0; d < columns_; ++d)
-          values[m * columns_ + d] =
-              sees && d < p_.D ? (to_float(row[d]) + (add ? to_float(add[d]) : T{})) * factor : T{};
         for (int64_t d = 0; d < columns_; d += kLanes<T>) {
-          const Vec<T> y = load(values + m * columns_ + d);
+          Vec<T> y = {};
+          if (row) y = load_left(row + d, p_.D - d);
+          if (row && add) y += load_left(add + d, p_.D - d);
+          y *= factor;
+          store(values + m * columns_ + d, y);
           poison += y - y;
         }
       }
@@ -304,14 +343,15 @@ class BackwardKernel {
     operand(s.dout).pack(s.rows, rows, columns_);
     for (int m = 0; m < block.rows; ++m) {
       const S* out = t_.out.at<S>(b, h, block.i0 + m);
-      T dot = 0;
-      for (int64_t d = 0; d < p_.D; ++d) dot += s.rows[m * columns_ + d] * to_float(out[d]);
-      s.delta[m] = dot;
+      Vec<T> dot = {};
+      for (int64_t d = 0; d < columns_; d += kLanes<T>)
+        dot += load(s.rows + m * columns_ + d) * load_left(out + d, p_.D - d);
+      s.delta[m] = horizontal_sum<T>(dot);
       const T lse = static_cast<const T*>(t_.lse)[(b * p_.H + h) * p_.L + block.i0 + m];
       s.lse2[m] = lse == -static_cast<T>(INFINITY) ? T{} : lse * static_cast<T>(kLog2e);
     }
   }
-  Rows<C> operand(Elem* memory) const { return Rows<C>(memory, kBlockRows, columns_); }
+  Rows<C, kBlockRows> operand(Elem* memory) const { return {memory, columns_}; }
 
   bool run_block(int64_t head, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
     zero(s.dq_content, kBlockRows * columns_);
@@ -324,8 +364,7 @@ class BackwardKernel {
       zero(s.far_sum, 2 * kBlockRows);
       zero(s.slope, kBlockRows * kSlopePitch);
       Window window(s.band);
-      window.begin(block, band_, {s.r_panels, {s.far[0], s.far[1]}}, operand(s.qv).along, operand(s.qv).lda,
-                   depth_);
+      window.begin(block, band_, s.far[0], s.far[1], operand(s.qv).along, operand(s.qv).lda, depth_);
       Slope slope;
       const int64_t end = round_up(block.keys.hi, kWidth);
       for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
@@ -355,14 +394,15 @@ class BackwardKernel {
                        int64_t hi, Scratch& s) const {
     const Range in_band = band_tiles<C>(block, lo, hi);
     if (!in_band.empty()) {
-      window.advance(in_band.lo, in_band.hi);
-      if (slope.start < 0) slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kStep);
+      window.advance(in_band.lo, in_band.hi, [&](int64_t column) { return s.r_panels + column * pitch_; });
+      if (slope.start < 0)
+        slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kColumnStep);
       slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
     }
-    const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
+    const auto qu = operand(s.qu), dout = operand(s.dout);
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
-      panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * depth_,
+      panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * pitch_,
                        window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
                          if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          probabilities<T>(acc, s.lse2 + m);
@@ -381,7 +421,7 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
       T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
-      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * depth_, {}, s.tile,
+      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * pitch_, {}, s.tile,
                        [&](auto& acc, int64_t m) {
                          const int64_t at = m * kPitch + (j - lo);
                          score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.delta + m);
@@ -403,18 +443,10 @@ class BackwardKernel {
 
   // dv, dk and the content part of dq from the chunk [lo, hi).
   void add_content(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
-    const int64_t row_steps = round_up(block.rows, kStep) / C::depth, keys = hi - lo;
-    const Rows<C> qu = operand(s.qu), dout = operand(s.dout);
-    const auto add_keys = [&](T* values, const Rows<C>& rows, T* sums) {
-      const auto x = across(values, kPitch, block.rows, keys, s);
-      add_product<C, kAcross>(keys, columns_, row_steps, x.data, x.pitch, rows.across, columns_,
-                              sums + lo * columns_, columns_);
-    };
-    add_keys(s.dropped, dout, s.sums.dv);
-    add_keys(s.ds, qu, s.sums.dk);
-    const auto x = along(s.ds, kPitch, block.rows, keys, s);
-    add_product<C, A::rows>(block.rows, columns_, keys / C::depth, x.data, x.pitch,
-                            s.k_rows + lo / C::depth * columns_, columns_, s.dq_content, columns_);
+    const int64_t keys = hi - lo;
+    add_across(s.dropped, kPitch, block.rows, keys, operand(s.dout), s.sums.dv + lo * columns_, s);
+    add_across(s.ds, kPitch, block.rows, keys, operand(s.qu), s.sums.dk + lo * columns_, s);
+    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + lo / C::depth * row_pitch_, s.dq_content, s);
   }
 
   // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
@@ -423,16 +455,14 @@ class BackwardKernel {
     if (slope.start < 0) return;
     int64_t done = slope.written;
     if (!last)
-      done = max(0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, kStep)));
-    const int64_t count = round_up(done, kStep), row_steps = round_up(block.rows, kStep) / C::depth;
+      done = max(
+          0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, kColumnStep)));
+    const int64_t count = round_up(done, kColumnStep);
     if (count > 0) {
-      const auto x = along(s.slope, kSlopePitch, block.rows, count, s);
-      add_product<C, A::rows>(block.rows, columns_, count / C::depth, x.data, x.pitch,
-                              s.r_rows + slope.start / C::depth * columns_, columns_, s.dq_position,
-                              columns_);
-      const auto y = across(s.slope, kSlopePitch, block.rows, count, s);
-      add_product<C, kAcross>(count, columns_, row_steps, y.data, y.pitch, operand(s.qv).across, columns_,
-                              s.sums.dr + slope.start * columns_, columns_);
+      add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::depth * row_pitch_,
+                s.dq_position, s);
+      add_across(s.slope, kSlopePitch, block.rows, count, operand(s.qv), s.sums.dr + slope.start * columns_,
+                 s);
     }
     if (last) return;
     const int64_t kept = slope.written - done;
@@ -447,7 +477,8 @@ class BackwardKernel {
 
   // Far tiles use one row of r for all their keys: their gradient is a row sum.
   void add_far(const Block& block, Scratch& s) const {
-    for (int side = 0; side < 2; ++side)
+    for (int side = 0; side < 2; ++side) {
+      if (side ? band_.used.hi < p_.N : band_.used.lo > 0) continue;  // nobody sees its row of r
       for (int m = 0; m < block.rows; ++m) {
         const Vec<T> sum = splat(s.far_sum[side * kBlockRows + m]);
         for (int64_t d = 0; d < columns_; d += kLanes<T>) {
@@ -456,6 +487,7 @@ class BackwardKernel {
           store(dq, load(dq) + sum * load(s.r_far + side * columns_ + d));
         }
       }
+    }
   }
 
   // All sums of a chunk pair by pair, over the visible pairs only: 0 * NaN is NaN, so where an input is not
@@ -486,44 +518,58 @@ class BackwardKernel {
     }
   }
 
-  struct Packed {
-    const Elem* data;
-    int64_t pitch;
-  };
-  Packed along(const T* x, int64_t pitch, int64_t rows, int64_t columns, Scratch& s) const {
-    if constexpr (C::depth == 1) {
-      return {x, pitch};
-    } else {
-      pack_pairs_along<C>(x, pitch, rows, columns, s.along, kSlopePitch / C::depth);
-      return {s.along, kSlopePitch / C::depth};
+  // sums += x y for x [rows][columns] and packed rows y; with tiles panel by panel, so that what is
+  // multiplied stays in the first cache.
+  void add_along(const T* x, int64_t pitch, int64_t rows, int64_t columns, const Elem* y, T* sums,
+                 Scratch& s) const {
+    const int64_t step = kTiled<C> ? kWidth : columns;
+    for (int64_t c = 0; c < columns; c += step) {
+      const Elem* packed = s.along;
+      if constexpr (C::depth == 1)
+        packed = x;
+      else
+        pack_along<C>(x + c, pitch, rows, step, s.along, kAlongPitch);
+      add_product<C, A::rows>(rows, columns_, step / C::depth, packed, C::depth == 1 ? pitch : kAlongPitch,
+                              y + c / C::depth * row_pitch_, row_pitch_, sums, columns_);
     }
   }
-  Packed across(T* x, int64_t pitch, int64_t rows, int64_t columns, Scratch& s) const {
-    if constexpr (C::depth == 1) {
-      return {x, pitch};
-    } else {
-      const int64_t whole = round_up(rows, kStep);
-      for (int64_t m = rows; m < whole; ++m) zero(x + m * pitch, columns);
-      if constexpr (kTiled<C>) {
-        pack_pairs_turned<C>(x, pitch, whole, columns, s.across, kBlockRows / C::depth);
-        return {s.across, kBlockRows / C::depth};
-      } else {
-        pack_pairs_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
-        return {s.across, kSlopePitch};
+
+  // sums += x^T y for x [rows][columns] and rows y of the block; with tiles sums^T += y^T x, panel by panel:
+  // then x, the larger one, need not be turned.
+  void add_across(T* x, int64_t pitch, int64_t rows, int64_t columns, const Rows<C, kBlockRows>& y, T* sums,
+                  Scratch& s) const {
+    const int64_t whole = round_up(rows, kStep), steps = whole / C::depth;
+    for (int64_t m = rows; m < whole; ++m) zero(x + m * pitch, columns);
+    if constexpr (kTiled<C>) {
+      for (int64_t c = 0; c < columns; c += kWidth) {
+        T *panel = sums + c * columns_, *next = panel + kWidth * columns_;
+        pack_across<C>(x + c, pitch, whole, kWidth, s.across, kPanelPitch<C>);
+        add_product<C, A::rows>(columns_, kWidth, steps, y.across, y.ldb, s.across, kPanelPitch<C>, panel,
+                                kWidth, reinterpret_cast<const Elem*>(next));
       }
+    } else {
+      const Elem* packed = s.across;
+      if constexpr (C::depth == 1)
+        packed = x;
+      else
+        pack_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
+      add_product<C, A::columns>(columns, columns_, steps, packed, C::depth == 1 ? pitch : kSlopePitch,
+                                 y.across, y.ldb, sums, columns_);
     }
   }
 
   void write_block(int64_t head, const Block& block, int64_t b, Scratch& s) const {
     const T scale = static_cast<T>(p_.scale);
     for (int64_t m = 0; m < block.rows; ++m) {
-      const T *content = s.dq_content + m * columns_, *position = s.dq_position + m * columns_;
-      S* dq = t_.dq.at<S>(b, head, block.i0 + m);
-      for (int64_t d = 0; d < p_.D; ++d) {
-        store_as(dq + d, (content[d] + position[d]) * scale);
-        s.sums.du[d] += content[d] * scale;
-        s.sums.dv_bias[d] += position[d] * scale;
+      T *content = s.dq_content + m * columns_, *du = s.sums.du, *dv_bias = s.sums.dv_bias;
+      for (int64_t d = 0; d < columns_; d += kLanes<T>) {
+        const Vec<T> x = load(content + d) * scale, y = load(s.dq_position + m * columns_ + d) * scale;
+        store(du + d, load(du + d) + x);
+        store(dv_bias + d, load(dv_bias + d) + y);
+        store(content + d, x + y);
       }
+      S* dq = t_.dq.at<S>(b, head, block.i0 + m);
+      for (int64_t d = 0; d < p_.D; ++d) store_as(dq + d, content[d]);
     }
   }
 
@@ -579,7 +625,7 @@ class BackwardKernel {
   const Problem p_;
   const Backward& t_;
   const Pool& pool_;
-  const int64_t depth_, columns_, keys_, blocks_;
+  const int64_t depth_, pitch_, columns_, row_pitch_, keys_, blocks_;
   const BandColumns<C> band_;
   const int64_t band_columns_;
   const uint32_t threshold_;

@@ -20,19 +20,38 @@ template <class C>
 struct BandColumns {
   static constexpr int kWidth = kPanel<C>;
   int64_t first, panels;
+  Range used;  // the columns of distances that some query sees
 
   BandColumns(const Problem& p, int block_rows) {
     int64_t most_left = p.K - 1, most_right = p.causal ? 0 : p.L - 1;
     if (p.window_left >= 0) most_left = min(most_left, p.window_left);
     if (p.window_right >= 0) most_right = min(most_right, p.window_right);
+    used = {p.r_zero - most_left, p.r_zero + most_right + 1};
     const int64_t slack = kWidth + 2 * block_rows;  // invisible corners of tiles that hold something visible
     first = max(p.r_zero - most_left, 0) - slack;
     const int64_t last = min(p.r_zero + most_right, p.N - 1) + slack;
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
 
-  int64_t elements(int64_t depth) const { return panels * kWidth * depth; }
+  // The row of r of a packed column; null where nobody looks.
+  template <class S>
+  const S* row(const Problem& p, const View& r, int64_t h, int64_t packed) const {
+    const int64_t c = first + packed;
+    return used.lo <= c && c < used.hi ? r.at<S>(0, h, p.r_row(c)) : nullptr;
+  }
 };
+
+// The keys that any of the queries first .. last sees, and what lies between them. A window of nothing (left
+// and right of opposite sign cannot occur) or an empty batch range leaves lo >= hi.
+TXL_INLINE Range keys_of_queries(const Problem& p, Range batch, int64_t first, int64_t last) {
+  return {p.keys_of_query(batch, first).lo, p.keys_of_query(batch, last).hi};
+}
+
+// Key j's row of k or v, null where no query sees it: that is packed as zeros, whatever memory holds there.
+template <class S>
+TXL_INLINE const S* row_of_key(const View& x, int64_t b, int64_t h, Range seen, int64_t j) {
+  return seen.lo <= j && j < seen.hi ? x.at<S>(b, h, j) : nullptr;
+}
 
 // The queries i0 .. i0 + rows - 1 of one batch entry, the keys any of them sees, and where its tiles lie in
 // the band.
@@ -44,11 +63,11 @@ struct Block {
   Range keys;
 
   Block(const Problem& problem, Range batch_keys, int64_t first_row, int row_count)
-      : p(problem), batch(batch_keys), i0(first_row), rows(row_count) {
-    keys = {p.keys_of_query(batch, i0).lo, p.keys_of_query(batch, last_row()).hi};
-    // A window of nothing (left and right of opposite sign cannot occur) or an empty batch range leaves lo >=
-    // hi.
-  }
+      : p(problem),
+        batch(batch_keys),
+        i0(first_row),
+        rows(row_count),
+        keys(keys_of_queries(p, batch, i0, last_row())) {}
 
   int64_t last_row() const { return i0 + rows - 1; }
 
@@ -69,32 +88,27 @@ struct Block {
   }
 };
 
-// Packed r of one head: its band panels, and one vector-wide panel for each far side.
-template <class C>
-struct PackedR {
-  using Elem = typename C::Elem;
-  const Elem* panels;
-  const Elem* far[2];  // left (row 0), right (row N - 1): [depth][kLanes], all columns equal
-};
-
 template <class C, class S>
 static void pack_band_panel(const Problem& p, const View& r, int64_t h, const BandColumns<C>& columns,
                             int64_t panel, typename C::Elem* out) {
   const S* rows[kPanel<C>];
-  for (int x = 0; x < kPanel<C>; ++x) rows[x] = r.at<S>(0, h, p.r_row(columns.first + panel * kPanel<C> + x));
+  for (int x = 0; x < kPanel<C>; ++x) rows[x] = columns.template row<S>(p, r, h, panel * kPanel<C> + x);
   pack_panel<C>(rows, p.D, out);
 }
 
+// A vector-wide panel for the tiles of a far side, [depth][parts][kLanes], all columns equal.
 template <class C, class S>
 static void pack_far(const S* row, int64_t D, typename C::Elem* out) {
   using E = typename C::Elem;
   using T = typename C::Acc;
-  for (int64_t d = 0, k = 0; k < depth_of<C>(D); d += C::depth, ++k) {
-    T x[C::depth] = {};
-    for (int i = 0; i < min(C::depth, D - d); ++i) x[i] = to_float(row[d + i]);
-    E e;
-    pack_elem(&e, x);
-    store(out + k * kLanes<E>, splat(e));
+  constexpr int W = kLanes<E>;
+  for (int64_t k = 0; k < depth_of<C>(D); ++k, out += C::parts * W) {
+    Vec<T> x[C::depth];
+    for (int e = 0; e < C::depth; ++e) {
+      const int64_t d = C::value(k, e);
+      x[e] = splat(d < D ? to_float(row[d]) : T{});
+    }
+    store_parts(out, W, C::across(x));
   }
 }
 
@@ -113,20 +127,22 @@ class BandWindow {
 
   explicit BandWindow(T* memory) : t_(memory), far_(memory + kBlockRows * kPitch) {}
 
-  // Starts a block: nothing of the band is known but its far columns.
-  // qv: (q + v) of the block, [rows][depth] at row stride ldq.
-  void begin(const Block& block, const BandColumns<C>& columns, const PackedR<C>& r, const Elem* qv,
-             int64_t ldq, int64_t depth) {
-    block_ = &block, columns_ = &columns, r_ = r, qv_ = qv, ldq_ = ldq, depth_ = depth;
+  // Starts a block: nothing of the band is known but its far columns, from row 0 and row N - 1 of r
+  // (pack_far). qv: (q + v) of the block, [rows][parts][depth] at row stride ldq.
+  void begin(const Block& block, const BandColumns<C>& columns, const Elem* far_left, const Elem* far_right,
+             const Elem* qv, int64_t ldq, int64_t depth) {
+    block_ = &block, columns_ = &columns, qv_ = qv, ldq_ = ldq, depth_ = depth;
     start_ = end_ = 0;
     memset(far_, 0, 2 * kBlockRows * kFarPitch * sizeof(T));
     for (int side = 0; side < 2; ++side)
-      add_product<C, A::rows>(block.rows, kFarPitch, depth, qv, ldq, r.far[side], kLanes<Elem>,
-                              far_ + side * kBlockRows * kFarPitch, kFarPitch);
+      add_product<C, A::rows>(block.rows, kFarPitch, depth, qv, ldq, side ? far_right : far_left,
+                              C::parts * kLanes<Elem>, far_ + side * kBlockRows * kFarPitch, kFarPitch);
   }
 
-  // Makes the columns of the tiles [lo, hi) present; keys come in growing order.
-  void advance(int64_t lo, int64_t hi) {
+  // Makes the columns of the tiles [lo, hi) present; keys come in growing order. panel(c): the packed panel
+  // of column c and the next ones.
+  template <class F>
+  void advance(int64_t lo, int64_t hi, F panel) {
     const int64_t need_start = floor_to(column(block_->rows - 1, lo), kWidth);
     const int64_t need_end = round_up(column(0, hi - 1) + 1, kWidth);
     if (need_start >= end_) {
@@ -138,8 +154,7 @@ class BandWindow {
       start_ = need_start;
     }
     for (; end_ < need_end; end_ += kWidth) {
-      const Elem* panel = r_.panels + end_ / kWidth * (kWidth * depth_);
-      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel, {}, nullptr,
+      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
                        Store<T>{t_ + (end_ - start_), kPitch});
     }
   }
@@ -157,7 +172,6 @@ class BandWindow {
   T *t_, *far_;
   const Block* block_ = nullptr;
   const BandColumns<C>* columns_ = nullptr;
-  PackedR<C> r_{};
   const Elem* qv_ = nullptr;
   int64_t ldq_ = 0, depth_ = 0, start_ = 0, end_ = 0;  // [start_, end_): columns present
 };

@@ -56,19 +56,23 @@ struct Elements {
   double p;
 };
 
-// The entry points of one (level, dtype). They return false, their results void, where their arithmetic will
-// not do: it cannot keep a NaN to the rows that see it, or differs from that of the forward pass. The
-// dispatcher then asks a level of plain arithmetic.
+// The entry points of one (level, dtype).
 struct Kernels {
-  bool (*forward)(const Problem&, const Forward&, const Pool&);
+  // Whether the level's own arithmetic is faster for such a call than that of the next lower level.
+  bool (*suits)(const Problem&);
+  void (*forward)(const Problem&, const Forward&, const Pool&);
+  // False, its results void, where the arithmetic will not do: it cannot keep a NaN to the rows that see it,
+  // or differs from that of the forward pass. The next lower level is asked then; plain arithmetic always
+  // will.
   bool (*backward)(const Problem&, const Backward&, const Pool&);
-  void (*linear)(const Linear&, const Pool&);  // these never decline
+  void (*linear)(const Linear&, const Pool&);
   void (*layer)(const Layer&, const Pool&);
   void (*dropout)(const Elements&, const Pool&);
 };
 
-// The kernels of the level chosen for this process: the best that runs here, or the one TXL_CPU_LEVEL names.
-// Throw std::runtime_error where TXL_CPU_LEVEL names a level that is not built or that this CPU cannot run.
+// The kernels of the level chosen for this process: the best that runs here, or a lower one where that suits
+// the call better; or the one TXL_CPU_LEVEL names, whatever the call. Throw std::runtime_error where
+// TXL_CPU_LEVEL names a level that is not built or that this CPU cannot run.
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool);
 void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool);
 void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool);

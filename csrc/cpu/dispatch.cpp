@@ -6,7 +6,7 @@
 
 #include "cpu.h"
 
-#if TXL_HAVE_AMX_BF16 && !defined(TXL_SOFTWARE_TILES)
+#if TXL_HAVE_AMX_BF16 && !defined(TXL_SANITIZED)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,7 +38,7 @@ struct Level {
 #if TXL_HAVE_AMX_BF16
 // Linux lets a process use the tiles' registers once it has asked for them, and only if it knows them itself.
 bool has_tiles() {
-#if defined(TXL_SOFTWARE_TILES)
+#if defined(TXL_SANITIZED)
   return true;
 #else
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // names that not every compiler knows
@@ -69,7 +69,7 @@ const std::vector<Level>& levels() {
        &avx512::kernels_f32, &avx512::kernels_f64, &avx512_bf16::kernels_bf16},
 #if TXL_HAVE_AMX_BF16
       {"amx_bf16", __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && has_tiles(),
-       &avx512::kernels_f32, &avx512::kernels_f64, &amx_bf16::kernels_bf16},
+       &amx_bf16::kernels_f32, &avx512::kernels_f64, &amx_bf16::kernels_bf16},
 #endif
 #endif
   };
@@ -83,24 +83,36 @@ std::string join(bool only_usable) {
   return names;
 }
 
-const Level& find_level() {
+// The level that TXL_CPU_LEVEL names; null where it is not set.
+const Level* named_level() {
   const char* wanted = std::getenv("TXL_CPU_LEVEL");
-  const Level* best = nullptr;
-  for (const Level& level : levels()) {
-    if (!level.runs_here) continue;
-    if (!wanted || !*wanted || wanted == std::string(level.name)) best = &level;
-  }
-  if (!best)
-    throw std::runtime_error("TXL_CPU_LEVEL is '" + std::string(wanted) +
-                             "', but the levels built and supported by this CPU are " + join(true) +
-                             "; unset it to use the best of them");
-  return *best;
+  if (!wanted || !*wanted) return nullptr;
+  for (const Level& level : levels())
+    if (level.runs_here && wanted == std::string(level.name)) return &level;
+  throw std::runtime_error("TXL_CPU_LEVEL is '" + std::string(wanted) +
+                           "', but the levels built and supported by this CPU are " + join(true) +
+                           "; unset it to use the best of them");
 }
 
-// The choice is made once; a wrong name raises at every call until it is mended.
-const Level& level() {
-  static const Level& chosen = find_level();
-  return chosen;
+const Level* best_level() {
+  const Level* best = nullptr;
+  for (const Level& level : levels())
+    if (level.runs_here) best = &level;
+  return best;
+}
+
+struct Choice {
+  const Level* level;
+  bool named;
+};
+
+// Made once; a wrong name raises at every call until it is mended.
+const Choice& choice() {
+  static const Choice made = [] {
+    const Level* named = named_level();
+    return Choice{named ? named : best_level(), named != nullptr};
+  }();
+  return made;
 }
 
 const Kernels& of(const Level& level, DType dtype) {
@@ -116,36 +128,34 @@ const Kernels& of(const Level& level, DType dtype) {
   }
 }
 
-// Asks the chosen level, and while one declines the next lower one: those with plain arithmetic never do.
-template <typename F>
-void ask(DType dtype, F run) {
-  for (const Level* asked = &level(); !run(of(*asked, dtype)); --asked) {
-  }
+const Kernels& chosen(DType dtype) { return of(*choice().level, dtype); }
+
+const Level* level_for(DType dtype, const Problem& problem) {
+  const Level* level = choice().level;
+  while (!choice().named && !of(*level, dtype).suits(problem)) --level;
+  return level;
 }
 
 }  // namespace
 
-std::string cpu_level() { return level().name; }
+std::string cpu_level() { return choice().level->name; }
 std::string cpu_levels() { return join(true); }
 
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool) {
-  ask(dtype, [&](const Kernels& kernels) { return kernels.forward(problem, tensors, pool); });
+  of(*level_for(dtype, problem), dtype).forward(problem, tensors, pool);
 }
 
 void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool) {
-  ask(dtype, [&](const Kernels& kernels) { return kernels.backward(problem, tensors, pool); });
+  const Level* asked = level_for(dtype, problem);
+  while (!of(*asked, dtype).backward(problem, tensors, pool)) --asked;
 }
 
-void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) {
-  of(level(), dtype).linear(tensors, pool);
-}
+void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) { chosen(dtype).linear(tensors, pool); }
 
-void cpu_layer(DType dtype, const Layer& tensors, const Pool& pool) {
-  of(level(), dtype).layer(tensors, pool);
-}
+void cpu_layer(DType dtype, const Layer& tensors, const Pool& pool) { chosen(dtype).layer(tensors, pool); }
 
 void cpu_dropout(DType dtype, const Elements& tensors, const Pool& pool) {
-  of(level(), dtype).dropout(tensors, pool);
+  chosen(dtype).dropout(tensors, pool);
 }
 
 }  // namespace txl

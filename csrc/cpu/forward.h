@@ -36,24 +36,28 @@ template <class C, class S>
 class ForwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  static constexpr int kBlockRows = kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
+  static constexpr int kBlockRows = C::parts > 1 ? 128 : kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
   static constexpr int kWidth = kPanel<C>;
   static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : kWidth;  // whose values are added at a time
-  static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPairPitch = kPitch / C::depth;
+  static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPartPitch = kPitch / C::depth,
+                           kElemPitch = C::parts * kPartPitch;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
-  // Operands of one (batch, head), packed. v_poisoned: some value is not finite.
+  // Operands of one (batch, head), packed: all of them, or those in use (piecemeal_).
   struct Unit {
     Elem *k, *v, *r, *far_left, *far_right;
-    bool v_poisoned;
+    int64_t b, h;
+    Range seen;           // keys
+    int64_t first_value;  // the key that v starts with
+    bool v_poisoned;      // some value is not finite; v has zeros there
   };
 
   // One thread's block of queries.
   struct Scratch {
     Elem *qu, *qv;
     T *band, *tile;  // tile: scores, where products are made of whole tiles
-    T* prob;         // the probabilities, but where they are pairs and nothing is dropped
-    Elem* pairs;     // and where elements are pairs
+    T* prob;         // the probabilities, but where they become elements at once
+    Elem* elems;     // and where elements are not values
     Softmax<T> softmax;
   };
 
@@ -63,23 +67,30 @@ class ForwardKernel {
         t_(tensors),
         pool_(pool),
         depth_(depth_of<C>(p_.D)),
+        pitch_(C::parts * depth_),
+        q_pitch_(a_pitch<C>(depth_)),
         columns_(round_up(p_.D, kLanes<T>)),
+        v_pitch_(C::parts * columns_),
         keys_(round_up(p_.K, kWidth)),
-        block_rows_(rows_of_block(p_.L)),
+        block_rows_(rows_of_block(p_, pool.threads)),
         blocks_((p_.L + block_rows_ - 1) / block_rows_),
+        piecemeal_(blocks_ == 1),
         band_(p_, kBlockRows),
         threshold_(DropoutMask::threshold(p_.dropout_p)) {}
 
-  bool run() {
+  void run() {
     const auto unit_arrays = [&](Unit& u, auto visit) {
-      visit(u.k, keys_ * depth_), visit(u.v, keys_ / C::depth * columns_), visit(u.r, band_.elements(depth_));
-      visit(u.far_left, kLanes<Elem> * depth_), visit(u.far_right, kLanes<Elem> * depth_);
+      const int64_t panel = kWidth * pitch_;
+      visit(u.k, piecemeal_ ? panel : keys_ / kWidth * panel);
+      visit(u.v, (piecemeal_ ? kChunkKeys : keys_) / C::depth * v_pitch_);
+      visit(u.r, piecemeal_ ? panel : band_.panels * panel);
+      visit(u.far_left, kLanes<Elem> * pitch_), visit(u.far_right, kLanes<Elem> * pitch_);
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
-      visit(s.qu, kBlockRows * depth_), visit(s.qv, kBlockRows * depth_);
+      visit(s.qu, kBlockRows * q_pitch_), visit(s.qv, kBlockRows * q_pitch_);
       visit(s.band, Window::kElements), visit(s.tile, kTiled<C> ? kBlockRows * kWidth : 0);
-      visit(s.prob, pairs_at_once() ? 0 : kBlockRows * kPitch);
-      visit(s.pairs, C::depth == 1 ? 0 : kBlockRows * kPairPitch);
+      visit(s.prob, elems_at_once() ? 0 : kBlockRows * kPitch);
+      visit(s.elems, C::depth == 1 ? 0 : kBlockRows * kElemPitch);
       visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
       visit(s.softmax.base, kBlockRows), visit(s.softmax.limit, kBlockRows);
     };
@@ -91,71 +102,71 @@ class ForwardKernel {
     for (Unit& u : unit) arena.take_record(u, unit_arrays);
     for (Scratch& s : scratch) arena.take_record(s, scratch_arrays);
 
-    // As long as there is a unit for every thread, each takes whole ones: what it packs stays in its own
-    // cache, and nobody waits. What is left then is packed first and shared out by blocks.
-    const int64_t left = units % threads, whole = units - left;
-    std::atomic<bool> declined{false};
+    // A unit of one block is packed as it is used: that never leaves the nearest caches. Else, as long as
+    // there is a unit for every thread, each takes whole ones: what it packs stays in its own cache, and
+    // nobody waits. What is left then is packed first and shared out by blocks.
+    const int64_t left = piecemeal_ ? 0 : units % threads, whole = units - left;
     parallel_items(pool_, whole, [&](int64_t item, int thread) {
-      pack(item, unit[thread]);
-      if (C::depth > 1 && unit[thread].v_poisoned) {
-        declined = true;  // a pair cannot leave out one of its two keys
-        return;
-      }
-      for (int64_t block = 0; block < blocks_; ++block) run_block(item, unit[thread], block, scratch[thread]);
+      Unit& u = unit[thread];
+      piecemeal_ ? begin(item, u) : pack(item, u);
+      for (int64_t block = 0; block < blocks_; ++block) run_block(u, block, scratch[thread]);
     });
-    parallel_items(pool_, left, [&](int64_t item, int) {
-      pack(whole + item, unit[item]);
-      if (C::depth > 1 && unit[item].v_poisoned) declined = true;
-    });
-    if (declined) return false;
+    parallel_items(pool_, left, [&](int64_t item, int) { pack(whole + item, unit[item]); });
     parallel_items(pool_, left * blocks_, [&](int64_t item, int thread) {
       // The later blocks of a segment see more keys: heaviest first.
-      run_block(whole + item % left, unit[item % left], blocks_ - 1 - item / left, scratch[thread]);
+      run_block(unit[item % left], blocks_ - 1 - item / left, scratch[thread]);
     });
-    return true;
   }
 
  private:
-  // Blocks of about the same size, of whole register tiles.
-  static int64_t rows_of_block(int64_t L) {
-    const int64_t blocks = max((L + kBlockRows - 1) / kBlockRows, 1);
-    return max(round_up((L + blocks - 1) / blocks, kTiled<C> ? C::whole : kRows), 1);
+  // Blocks of about the same size, of whole register tiles. Large ones read the operands of a unit less
+  // often, small ones compute less of the band that nobody uses: better while operands (below 1.2 MB) stay
+  // near, or where threads would have none. No bit of a result depends on them.
+  static int64_t rows_of_block(const Problem& p, int threads) {
+    int64_t most = C::parts > 1 && p.K * p.D <= 1 << 16 ? kBlockRows / 2 : kBlockRows;
+    while (C::parts > 1 && most > 32 && p.B * p.H * ((p.L + most - 1) / most) < threads) most /= 2;
+    const int64_t blocks = max((p.L + most - 1) / most, 1);
+    return max(round_up((p.L + blocks - 1) / blocks, kTiled<C> ? C::whole : kRows), 1);
   }
 
-  int64_t head_of(int64_t unit) const { return unit / p_.B; }
-  int64_t batch_of(int64_t unit) const { return unit % p_.B; }
+  void begin(int64_t unit, Unit& u) const {
+    u.h = unit / p_.B, u.b = unit % p_.B;
+    u.seen = keys_of_queries(p_, p_.keys_of_batch(u.b), 0, p_.L - 1);
+    u.first_value = 0, u.v_poisoned = false;
+    pack_far<C>(t_.r.at<S>(0, u.h, 0), p_.D, u.far_left);
+    pack_far<C>(t_.r.at<S>(0, u.h, p_.N - 1), p_.D, u.far_right);
+  }
 
-  void pack(int64_t unit, Unit& out) const {
-    const int64_t h = head_of(unit), b = batch_of(unit);
-    const Range exist = p_.keys_of_batch(b);
-    const auto key_row = [&](const View& x,
-                             int64_t j) {  // keys that do not exist are zeros, whatever memory holds there
-      return j >= exist.lo && j < exist.hi ? x.at<S>(b, h, j) : static_cast<const S*>(nullptr);
-    };
-    Vec<T> poison = {};
-    for (int64_t tile = exist.lo / kWidth; tile * kWidth < exist.hi; ++tile) {
-      const S* rows[kWidth];
-      for (int x = 0; x < kWidth; ++x) rows[x] = key_row(t_.k, tile * kWidth + x);
-      pack_panel<C>(rows, p_.D, out.k + tile * kWidth * depth_);
-      for (int x = 0; x < kWidth; x += C::depth) {
-        const S* pair[C::depth];
-        for (int e = 0; e < C::depth; ++e) pair[e] = key_row(t_.v, tile * kWidth + x + e);
-        pack_rows<C>(pair, p_.D, columns_, out.v + (tile * kWidth + x) / C::depth * columns_, poison);
-      }
-    }
-    const T sum = horizontal_sum<T>(poison);
-    out.v_poisoned = !(sum == sum);
+  void pack(int64_t unit, Unit& u) const {
+    begin(unit, u);
+    const Range keys = {floor_to(u.seen.lo, kWidth), round_up(u.seen.hi, kWidth)};
+    for (int64_t j = keys.lo; j < keys.hi; j += kWidth) pack_keys(u, j, u.k + j * pitch_);
+    pack_values(u, keys.lo, keys.hi);
     for (int64_t panel = 0; panel < band_.panels; ++panel)
-      pack_band_panel<C, S>(p_, t_.r, h, band_, panel, out.r + panel * kWidth * depth_);
-    pack_far<C>(t_.r.at<S>(0, h, 0), p_.D, out.far_left);
-    pack_far<C>(t_.r.at<S>(0, h, p_.N - 1), p_.D, out.far_right);
+      pack_band_panel<C, S>(p_, t_.r, u.h, band_, panel, u.r + panel * kWidth * pitch_);
   }
 
-  void run_block(int64_t unit, const Unit& u, int64_t index, Scratch& s) const {
+  void pack_keys(const Unit& u, int64_t j, Elem* panel) const {
+    const S* rows[kWidth];
+    for (int x = 0; x < kWidth; ++x) rows[x] = row_of_key<S>(t_.k, u.b, u.h, u.seen, j + x);
+    pack_panel<C>(rows, p_.D, panel);
+  }
+
+  void pack_values(Unit& u, int64_t lo, int64_t hi) const {
+    Vec<T> poison = {};
+    const auto row = [&](int64_t x) { return row_of_key<S>(t_.v, u.b, u.h, u.seen, lo + x); };
+    pack_rows<C, true>(hi - lo, row, p_.D, columns_, values(u, lo), poison);
+    const T sum = horizontal_sum<T>(poison);
+    u.v_poisoned |= !(sum == sum);
+  }
+
+  Elem* values(const Unit& u, int64_t j) const { return u.v + (j - u.first_value) / C::depth * v_pitch_; }
+
+  void run_block(Unit& u, int64_t index, Scratch& s) const {
     const TileScope tiles;
     const int64_t i0 = index * block_rows_;
     const int rows = static_cast<int>(min(block_rows_, p_.L - i0));
-    const int64_t h = head_of(unit), b = batch_of(unit);
+    const int64_t b = u.b, h = u.h;
     const Block block(p_, p_.keys_of_batch(b), i0, rows);
     s.softmax.clear(rows, columns_);
     if (!block.keys.empty()) {
@@ -163,32 +174,39 @@ class ForwardKernel {
       pack_queries<C, S>(block, t_.q, t_.bias_u, b, h, factor, depth_, s.qu);
       pack_queries<C, S>(block, t_.q, t_.bias_v, b, h, factor, depth_, s.qv);
       Window window(s.band);
-      window.begin(block, band_, {u.r, {u.far_left, u.far_right}}, s.qv, depth_, depth_);
+      window.begin(block, band_, u.far_left, u.far_right, s.qv, q_pitch_, depth_);
       const int64_t end = round_up(block.keys.hi, kWidth);
       for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
         const int64_t hi = min(lo + kChunkKeys, end);
         probabilities(block, u, window, lo, hi, s);
         if (p_.dropout_p > 0) drop_some(block, b, h, lo, hi, s);
+        if (piecemeal_) u.first_value = lo, pack_values(u, lo, hi);
         add_values(block, u, lo, hi, s);
       }
+      if (u.v_poisoned) add_poison(block, b, h, s);
     }
     for (int m = 0; m < rows; ++m)
       write_row<T, S>(p_, t_, b, h, i0 + m, s.softmax.o + m * columns_, s.softmax.base[m],
                       horizontal_sum<T>(load(s.softmax.sum + m * kLanes<T>)));
   }
 
-  // Whether probabilities become pairs as soon as they are known.
-  bool pairs_at_once() const { return C::depth > 1 && p_.dropout_p == 0; }
+  // Whether probabilities become elements as soon as they are known.
+  bool elems_at_once() const { return C::depth > 1 && p_.dropout_p == 0; }
 
   // Probabilities of the chunk [lo, hi), whole tiles: of all its keys, dropout comes later.
   void probabilities(const Block& block, const Unit& u, Window& window, int64_t lo, int64_t hi,
                      Scratch& s) const {
     const Range in_band = band_tiles<C>(block, lo, hi);
-    if (!in_band.empty()) window.advance(in_band.lo, in_band.hi);
+    if (!in_band.empty())
+      window.advance(in_band.lo, in_band.hi, [&](int64_t column) {
+        if (piecemeal_) pack_band_panel<C, S>(p_, t_.r, u.h, band_, column / kWidth, u.r);
+        return u.r + (piecemeal_ ? 0 : column * pitch_);
+      });
 
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
-      panel_product<C>(block.rows, s.qu, depth_, depth_, u.k + j * depth_,
+      if (piecemeal_) pack_keys(u, j, u.k);
+      panel_product<C>(block.rows, s.qu, q_pitch_, depth_, u.k + (piecemeal_ ? 0 : j * pitch_),
                        window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
                          if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          add_tile_to_sums(acc, m, lo, j, s);
@@ -217,11 +235,11 @@ class ForwardKernel {
       }
       store(softmax.sum + (m0 + m) * W, sum);
       if constexpr (C::depth > 1) {
-        if (pairs_at_once()) {
+        if (elems_at_once()) {
           TXL_UNROLL
           for (int n = 0; n < kVectors; n += 2)
-            store(s.pairs + (m0 + m) * kPairPitch + (j - lo + n * W) / 2,
-                  C::pair_along(score[m][n], score[m][n + 1]));
+            store_parts(s.elems + (m0 + m) * kElemPitch + (j - lo + n * W) / 2, kPartPitch,
+                        C::along({score[m][n], score[m][n + 1]}));
           continue;
         }
       }
@@ -235,12 +253,15 @@ class ForwardKernel {
     const T factor = s.softmax.rebase(m, largest, columns_);
     if (factor == T{1}) return;
     if constexpr (C::depth > 1) {
-      if (pairs_at_once()) {
-        for (int64_t x = 0; x < (j - lo) / 2; ++x) {
-          Elem* pair = s.pairs + m * kPairPitch + x;
-          const float scaled[2] = {bits<float>(*pair << 16) * factor,
-                                   bits<float>(*pair & 0xffff0000u) * factor};
-          pack_elem(pair, scaled);
+      if (elems_at_once()) {
+        for (int64_t x = 0; x < (j - lo) / 2; x += kLanes<Elem>) {
+          Elem* pairs = s.elems + m * kElemPitch + x;
+          Vec<T> value[2] = {};
+          for (int part = C::parts - 1; part >= 0; --part) {
+            value[0] += first_of(load(pairs + part * kPartPitch));
+            value[1] += second_of(load(pairs + part * kPartPitch));
+          }
+          store_parts(pairs, kPartPitch, C::across({value[0] * factor, value[1] * factor}));
         }
         return;
       }
@@ -254,31 +275,32 @@ class ForwardKernel {
       const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
       drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
       if constexpr (C::depth > 1)
-        pack_pairs_along<C>(row, kPitch, 1, hi - lo, s.pairs + m * kPairPitch, kPairPitch);
+        pack_along<C>(row, kPitch, 1, hi - lo, s.elems + m * kElemPitch, kElemPitch);
     }
   }
 
-  // o += probabilities . v
+  // o += probabilities . v, tile by tile: all rows use its values before the next ones come.
   void add_values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
-    const Elem* prob = s.pairs;
+    const Elem* prob = s.elems;
     if constexpr (C::depth == 1) prob = s.prob;
-    const auto add = [&](int64_t m, int64_t rows, int64_t from, int64_t to) {
-      add_product<C, A::rows>(
-          rows, columns_, (to - from) / C::depth, prob + m * kPairPitch + (from - lo) / C::depth, kPairPitch,
-          u.v + from / C::depth * columns_, columns_, s.softmax.o + m * columns_, columns_);
-    };
-    // Tile by tile: all rows use its values before the next ones come.
-    for (int64_t j = lo; j < hi; j += kValueKeys) {
-      const int64_t end = min(j + kValueKeys, hi);
-      if (!u.v_poisoned || block.all_see(max(j, block.batch.lo), min(end, block.batch.hi))) {
-        add(0, block.rows, j, end);
-        continue;
-      }
-      // 0 * NaN is NaN: here every row must keep to the keys it sees.
-      for (int m = 0; m < block.rows; ++m) {
-        const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-        const int64_t from = max(keys.lo, j);
-        add(m, 1, from, max(min(keys.hi, end), from));
+    for (int64_t j = lo; j < hi; j += kValueKeys)
+      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::depth,
+                              prob + (j - lo) / C::depth, kElemPitch, values(u, j), v_pitch_, s.softmax.o,
+                              columns_);
+  }
+
+  // 0 * NaN is NaN: what is not finite among the values is not in the product, and added here to the rows
+  // that see it.
+  void add_poison(const Block& block, int64_t b, int64_t h, Scratch& s) const {
+    for (int64_t j = block.keys.lo; j < block.keys.hi; ++j) {
+      const S* row = t_.v.at<S>(b, h, j);
+      for (int64_t d = 0; d < p_.D; ++d) {
+        const T x = to_float(row[d]);
+        if (x - x == 0) continue;
+        for (int m = 0; m < block.rows; ++m) {
+          const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
+          if (keys.lo <= j && j < keys.hi) s.softmax.o[m * columns_ + d] += x;
+        }
       }
     }
   }
@@ -286,7 +308,8 @@ class ForwardKernel {
   const Problem p_;
   const Forward& t_;
   const Pool& pool_;
-  const int64_t depth_, columns_, keys_, block_rows_, blocks_;
+  const int64_t depth_, pitch_, q_pitch_, columns_, v_pitch_, keys_, block_rows_, blocks_;
+  const bool piecemeal_;  // operands are packed as they are used: a panel of k and of r, a chunk of v
   const BandColumns<C> band_;
   const uint32_t threshold_;
 };

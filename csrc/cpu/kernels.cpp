@@ -16,7 +16,11 @@ namespace {
 
 struct f32 {
   using Stored = float;
+#if defined(__AMX_BF16__)
+  using Compute = SplitTiles;
+#else
   using Compute = Single;
+#endif
 };
 struct f64 {
   using Stored = double;
@@ -40,12 +44,18 @@ struct bf16_ {
 #define TXL_CASE(dtype) TXL_CASE_(dtype)
 using Case = TXL_CASE(TXL_DTYPE);
 
-bool forward(const Problem& p, const Forward& t, const Pool& pool) {
-  if (decodes(p)) {
+// Whether arithmetic of three parts is faster here than plain one: to make the parts must be worth it, and
+// the padding. Measured. Forward and backward agree, or backward would not find the probabilities of forward
+// again.
+bool suits(const Problem& p) {
+  return Case::Compute::parts == 1 || (p.L >= 64 && 5 * p.D >= 4 * round_up(p.D, 32));
+}
+
+void forward(const Problem& p, const Forward& t, const Pool& pool) {
+  if (decodes(p))
     DecodeKernel<Case::Stored>(p, t, pool).run();
-    return true;
-  }
-  return ForwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
+  else
+    ForwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
 }
 
 bool backward(const Problem& p, const Backward& t, const Pool& pool) {
@@ -66,6 +76,6 @@ void dropout(const Elements& t, const Pool& pool) { ElementDropout<Case::Stored>
 #define TXL_NAME_(dtype) kernels_##dtype
 #define TXL_NAME(dtype) TXL_NAME_(dtype)
 extern const Kernels TXL_NAME(TXL_DTYPE);
-const Kernels TXL_NAME(TXL_DTYPE) = {forward, backward, linear, layer, dropout};
+const Kernels TXL_NAME(TXL_DTYPE) = {suits, forward, backward, linear, layer, dropout};
 
 }  // namespace txl::TXL_LEVEL

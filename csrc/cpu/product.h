@@ -6,11 +6,10 @@
 // is read as rows of whole vectors. k counts depth elements, each of Compute::depth values.
 #pragma once
 
-#include <cstdlib>
-#include <new>
 #include <type_traits>
 #include <utility>
 
+#include "memory.h"
 #include "tiles.h"
 
 namespace txl::TXL_LEVEL {
@@ -76,6 +75,13 @@ TXL_INLINE int64_t depth_of(int64_t values) {
   return round_up((values + C::depth - 1) / C::depth, C::whole);
 }
 
+// Between rows of A of that depth: an odd number of cache lines for tiles of parts, or the rows of a tile
+// share few sets of the first cache.
+template <class C>
+constexpr int64_t a_pitch(int64_t depth) {
+  return C::parts == 1 ? depth : (C::parts * depth / C::whole | 1) * C::whole;
+}
+
 // C[rows, columns] += A B, the columns padded to whole vectors; c must have that padding.
 template <class C, A layout, int kM, int kN>
 __attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_t lda,
@@ -92,14 +98,15 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_
   }
 }
 
+// ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
 template <class C, A layout>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
                             int64_t lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
-                            int64_t ldc) {
+                            int64_t ldc, [[maybe_unused]] const typename C::Elem* ahead = nullptr) {
   using T = typename C::Acc;
   if constexpr (kTiled<C>) {
     static_assert(layout == A::rows, "tiles are read from rows");
-    tile_product<true>(rows, columns, depth, a, lda, b, ldb, c, ldc);
+    tile_product<C::parts, true>(rows, columns, depth, a, lda, b, ldb, c, ldc, ahead);
   } else {
     in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
       const int64_t column = n0 * kLanes<T>;
@@ -112,9 +119,11 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
 }
 
 // Panels: kPanel rows of a matrix, transposed, so that the depth runs down and the rows are the lanes:
-// [depth][kPanel].
+// [depth][kPanelPitch].
 template <class C>
 constexpr int kPanel = kVectors * kLanes<typename C::Acc>;
+template <class C>
+constexpr int kPanelPitch = C::parts * kPanel<C>;
 
 template <typename T, int kM, int kN>
 TXL_INLINE void store_tile(T* out, int64_t pitch, const Vec<T> (&acc)[kM][kN]) {
@@ -170,6 +179,7 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t l
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
                               typename C::Acc* tile, F finish) {
   using T = typename C::Acc;
+  [[maybe_unused]] const auto* next = panel + depth * kPanelPitch<C>;
   if constexpr (!kTiled<C>) {
     in_groups<kRows>(rows, [&](int64_t m, auto km) {
       Start<T> from = start;
@@ -177,9 +187,11 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t l
       panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, m, finish);
     });
   } else if constexpr (std::is_same_v<F, Store<T>>) {
-    tile_product<false>(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, finish.out, finish.pitch);
+    tile_product<C::parts, false>(rows, kPanel<C>, depth, a, lda, panel, kPanelPitch<C>, finish.out,
+                                  finish.pitch, next);
   } else {
-    tile_product<false>(rows, kPanel<C>, depth, a, lda, panel, kPanel<C>, tile, kPanel<C>);
+    tile_product<C::parts, false>(rows, kPanel<C>, depth, a, lda, panel, kPanelPitch<C>, tile, kPanel<C>,
+                                  next);
     for (int64_t m = 0; m < rows; ++m) {
       Vec<T> acc[1][kVectors];
       TXL_UNROLL
@@ -233,94 +245,115 @@ TXL_INLINE auto load_left(const S* p, int64_t n) {
   return n >= W ? load_as_float(p) : n > 0 ? load_some(p, static_cast<int>(n)) : V{};
 }
 
-// kLanes consecutive depth elements of a stored row, from value d on; zeros past D or where the row is null.
-template <class C, class S>
-TXL_INLINE Vec<typename C::Elem> load_elems(const S* row, int64_t d, int64_t D) {
-  using E = typename C::Elem;
-  constexpr int kValues = kLanes<E> * C::depth;
-  if (!row) return Vec<E>{};
-  const int64_t n = min(kValues, D - d);
-  if constexpr (C::depth == 1) {
-    return load_left(row + d, n);
-  } else {  // bfloat16 in pairs is what memory holds already
-    E lane[kLanes<E>] = {};
-    memcpy(lane, row + d, n == kValues ? sizeof(lane) : static_cast<size_t>(n) * sizeof(S));
-    return load(lane);
-  }
-}
-
 // One panel from kPanel row pointers (null: a row of zeros).
 template <class C, class S>
 static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C::Elem* panel) {
   using E = typename C::Elem;
+  using T = typename C::Acc;
   constexpr int W = kLanes<E>;
   const int64_t depth = depth_of<C>(D);
   for (int x = 0; x < kPanel<C>; x += W)
     for (int64_t k = 0; k < depth; k += W) {
-      Vec<E> v[W];
-      TXL_UNROLL
-      for (int i = 0; i < W; ++i) v[i] = load_elems<C>(rows[x + i], k * C::depth, D);
-      transpose<E>(v);
-      const int64_t n = min(W, depth - k);
-      for (int i = 0; i < n; ++i) store(panel + (k + i) * kPanel<C> + x, v[i]);
+      const int64_t n = min(W, depth - k), d = k * C::depth;
+      E* out = panel + k * kPanelPitch<C> + x;
+      if constexpr (C::depth > 1 && std::is_same_v<S, bf16>) {  // memory holds elements already
+        const int64_t left = min(W * C::depth, D - d);
+        Vec<E> v[W] = {};
+        for (int i = 0; i < W; ++i) {
+          E lane[W] = {};
+          if (rows[x + i])
+            memcpy(lane, rows[x + i] + d,
+                   left == W * C::depth ? sizeof(lane) : static_cast<size_t>(left) * sizeof(S));
+          v[i] = load(lane);
+        }
+        transpose<E>(v);
+        for (int i = 0; i < n; ++i) store(out + i * kPanelPitch<C>, v[i]);
+      } else {
+        Vec<T> v[C::depth][W];
+        for (int e = 0; e < C::depth; ++e) {
+          TXL_UNROLL
+          for (int i = 0; i < W; ++i)
+            v[e][i] = rows[x + i] ? load_left(rows[x + i] + d + e * W, D - d - e * W) : Vec<T>{};
+          transpose<T>(v[e]);
+        }
+        for (int i = 0; i < n; ++i) {
+          Vec<T> column[C::depth];
+          for (int e = 0; e < C::depth; ++e) column[e] = v[e][i];
+          store_parts(out + i * kPanelPitch<C>, kPanel<C>, C::across(column));
+        }
+      }
     }
 }
 
-// `depth` neighbouring rows as one row of depth elements, [columns] wide with zeros past D: the B operand of
-// a product whose depth runs over rows. Adds to `poison` something that is NaN if any value is not finite.
-template <class C, class S>
-static void pack_rows(const S* const (&rows)[C::depth], int64_t D, int64_t columns, typename C::Elem* out,
+// Rows of depth elements, each from `depth` stored rows, [parts][columns] with zeros past D: the B operand of
+// a product whose depth runs over rows. row(i): row i, null for zeros; `count` of them, whole elements. If
+// values are not finite, `poison` becomes NaN; kFinite: and they zeros.
+template <class C, bool kFinite, class F>
+static void pack_rows(int64_t count, F row, int64_t D, int64_t columns, typename C::Elem* out,
                       Vec<typename C::Acc>& poison) {
   using T = typename C::Acc;
+  using S = std::remove_const_t<std::remove_pointer_t<decltype(row(0))>>;
   constexpr int W = kLanes<T>;
-  for (int64_t d = 0; d < columns; d += W) {
-    Vec<T> x[C::depth];
-    for (int i = 0; i < C::depth; ++i) {
-      x[i] = rows[i] ? load_left(rows[i] + d, D - d) : Vec<T>{};
-      poison += x[i] - x[i];
-    }
-    if constexpr (C::depth == 1) {
-      store(out + d, x[0]);
-    } else {  // the values are bfloat16 already: nothing is rounded
-      store(out + d, (bits<Vec<uint32_t>>(x[0]) >> 16) | bits<Vec<uint32_t>>(x[1]));
+  for (int64_t n = 0; n < count / C::depth; ++n, out += C::parts * columns) {
+    const S* rows[C::depth];
+    for (int e = 0; e < C::depth; ++e) rows[e] = row(C::value(n, e));
+    for (int64_t d = 0; d < columns; d += W) {
+      Vec<T> x[C::depth];
+      for (int e = 0; e < C::depth; ++e) {
+        x[e] = rows[e] ? load_left(rows[e] + d, D - d) : Vec<T>{};
+        const Vec<T> none = x[e] - x[e];
+        poison += none;
+        if constexpr (kFinite) x[e] = none == Vec<T>{} ? x[e] : Vec<T>{};
+      }
+      if constexpr (C::depth > 1 && std::is_same_v<S, bf16>)
+        store(out + d, leading_pairs(x[0], x[1]));  // nothing is rounded
+      else
+        store_parts(out + d, columns, C::across(x));
     }
   }
 }
 
-// Pairs of a matrix of values, for elements that are pairs: neighbours in a row (columns: a multiple of two
-// vectors is written), or the same column of two rows ([rows / 2][columns], rows even, columns rounded up to
-// a vector).
+// Elements of a matrix of values, where they are not values: those of its rows (columns: a multiple of
+// `depth` vectors is written), or of `depth` rows ([rows / depth][columns], rows of whole elements, columns
+// rounded up to a vector).
 template <class C>
-static void pack_pairs_along(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                             int64_t out_pitch) {
+static void pack_along(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                       int64_t out_pitch) {
   constexpr int W = kLanes<float>;
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t n = 0; n < columns; n += 2 * W)
-      store(out + m * out_pitch + n / 2, C::pair_along(load(x + m * pitch + n), load(x + m * pitch + n + W)));
+      store_parts(out + m * out_pitch + n / 2, part_step<C::parts>(out_pitch),
+                  C::along({load(x + m * pitch + n), load(x + m * pitch + n + W)}));
 }
 template <class C>
-static void pack_pairs_across(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                              int64_t out_pitch) {
+static void pack_across(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                        int64_t out_pitch) {
   for (int64_t m = 0; m < rows; m += 2)
     for (int64_t n = 0; n < columns; n += kLanes<float>)
-      store(out + m / 2 * out_pitch + n,
-            C::pair_across(load(x + m * pitch + n), load(x + (m + 1) * pitch + n)));
+      store_parts(out + m / 2 * out_pitch + n, part_step<C::parts>(out_pitch),
+                  C::across({load(x + m * pitch + n), load(x + (m + 1) * pitch + n)}));
 }
 
-// The same pairs as pack_pairs_across, turned: [columns][rows / 2]; rows and columns of whole tiles.
+// The same elements as pack_across, turned: [columns][rows / 2]; rows and columns of whole tiles.
 template <class C>
-static void pack_pairs_turned(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                              int64_t out_pitch) {
+static void pack_turned(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
+                        int64_t out_pitch) {
   constexpr int W = kLanes<float>;
   for (int64_t m = 0; m < rows; m += 2 * W)
     for (int64_t n = 0; n < columns; n += W) {
-      Vec<uint32_t> v[W];
+      Vec<uint32_t> v[C::parts][W];
       TXL_UNROLL
-      for (int i = 0; i < W; ++i)
-        v[i] = C::pair_across(load(x + (m + 2 * i) * pitch + n), load(x + (m + 2 * i + 1) * pitch + n));
-      transpose<uint32_t>(v);
-      TXL_UNROLL
-      for (int i = 0; i < W; ++i) store(out + (n + i) * out_pitch + m / 2, v[i]);
+      for (int i = 0; i < W; ++i) {
+        const auto pairs =
+            C::across({load(x + (m + 2 * i) * pitch + n), load(x + (m + 2 * i + 1) * pitch + n)});
+        for (int part = 0; part < C::parts; ++part) v[part][i] = pairs.part[part];
+      }
+      for (int part = 0; part < C::parts; ++part) {
+        transpose<uint32_t>(v[part]);
+        uint32_t* turned = out + n * out_pitch + part * part_step<C::parts>(out_pitch) + m / 2;
+        TXL_UNROLL
+        for (int i = 0; i < W; ++i) store(turned + i * out_pitch, v[part][i]);
+      }
     }
 }
 
@@ -347,11 +380,7 @@ class Array {
 // A block of memory for one call, carved into arrays that start on cache lines.
 class Arena {
  public:
-  explicit Arena(size_t bytes)
-      : memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64)), next_(static_cast<char*>(memory_)) {
-    if (!memory_) throw std::bad_alloc();
-  }
-  ~Arena() { std::free(memory_); }
+  explicit Arena(size_t bytes) : memory_(bytes), next_(memory_.data) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -382,7 +411,7 @@ class Arena {
   }
 
  private:
-  void* memory_;
+  Memory memory_;
   char* next_;
 };
 

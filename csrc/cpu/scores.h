@@ -60,7 +60,8 @@ static void drop(const Problem& p, uint32_t threshold, int64_t b, int64_t h, int
   }
 }
 
-// (q + bias) * factor of the rows of a block as depth elements, zero for rows that see nothing.
+// (q + bias) * factor of the rows of a block as elements, `depth` of each part; zero for rows that see
+// nothing.
 template <class C, class S>
 static void pack_queries(const Block& block, const View& q, const View& bias, int64_t b, int64_t h,
                          typename C::Acc factor, int64_t depth, typename C::Elem* out) {
@@ -69,10 +70,10 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
   constexpr int W = kLanes<T>;
   const int64_t D = block.p.D;
   const S* u = bias.data ? bias.at<S>(0, h, 0) : nullptr;
-  for (int m = 0; m < block.rows; ++m, out += depth) {
+  for (int m = 0; m < block.rows; ++m, out += a_pitch<C>(depth)) {
     const S* row = q.at<S>(b, h, block.i0 + m);
     if (block.p.keys_of_query(block.batch, block.i0 + m).empty()) {
-      memset(out, 0, static_cast<size_t>(depth) * sizeof(Elem));
+      memset(out, 0, static_cast<size_t>(C::parts * depth) * sizeof(Elem));
       continue;
     }
     for (int64_t k = 0; k < depth; k += W) {
@@ -83,15 +84,11 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
         if (u) x[e] += load_left(u + d, D - d);
         x[e] *= factor;
       }
-      Vec<Elem> elems;
-      if constexpr (C::depth == 1)
-        elems = x[0];
-      else
-        elems = C::pair_along(x[0], x[1]);
+      const auto elems = C::along(x);
       if (k + W <= depth)
-        store(out + k, elems);
-      else
-        store_some(out + k, elems, static_cast<int>(depth - k));
+        store_parts(out + k, depth, elems);
+      else  // depths of whole tiles have no rest
+        store_some(out + k, elems.part[0], static_cast<int>(depth - k));
     }
   }
 }

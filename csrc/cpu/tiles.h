@@ -13,13 +13,23 @@
 
 namespace txl::TXL_LEVEL {
 
-// c = A B, or c += A B: any number of rows, columns of whole vectors, the depth of whole tiles. Rows are read
-// and written up to the next multiple of kTile: a and c must have them, whatever they hold.
-template <bool kAdd>
-static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
-                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc);
+constexpr int kTile = 16;  // rows; columns; pairs of the depth
 
-#if !defined(__AMX_BF16__) || defined(TXL_SOFTWARE_TILES)
+// From one part of a row to the next: whole tiles; a row may have some more behind its last part.
+template <int kParts>
+constexpr int64_t part_step(int64_t pitch) {
+  return pitch / kParts / kTile * kTile;
+}
+
+// c = A B, or c += A B: any number of rows, columns of whole vectors, the depth of whole tiles. Rows are read
+// and written up to the next multiple of kTile: a and c must have them, whatever they hold. A row of a and of
+// b holds kParts parts of its elements one behind another. `ahead`: the operand that is used next, as long as
+// b, or null; it is brought near meanwhile.
+template <int kParts, bool kAdd>
+static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
+                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc, const uint32_t* ahead);
+
+#if !defined(__AMX_BF16__) || defined(TXL_SANITIZED)
 struct TileScope {
   TileScope() {}  // not trivial: an object that is not used otherwise
 };
@@ -27,9 +37,7 @@ struct TileScope {
 
 #if defined(__AMX_BF16__)
 
-constexpr int kTile = 16;  // rows; columns; pairs of the depth
-
-#if defined(TXL_SOFTWARE_TILES)
+#if defined(TXL_SANITIZED)
 
 // The registers in memory, where the sanitizers see what is read and written, and for CPUs that have none.
 inline thread_local uint32_t tile_register[8][kTile][kTile];
@@ -96,10 +104,14 @@ TXL_INLINE void tile_multiply() {
 
 #endif
 
-// kM by kN registers of c.
-template <bool kAdd, int kM, int kN>
+// Products of parts in tile_block, for each kTile of the depth.
+template <int kParts>
+constexpr int kTileSteps = kParts == 3 ? 6 : 1;
+
+// kM by kN registers of c. Brings `lines` cache lines near at each step.
+template <int kParts, bool kAdd, int kM, int kN>
 TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t depth,
-                           float* c, int64_t ldc) {
+                           float* c, int64_t ldc, const uint32_t* ahead, int64_t lines) {
   // Registers 0 to 3 are c, 4 and 5 a, 6 and 7 b.
   const auto each = [](auto f) {
     f(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
@@ -114,25 +126,51 @@ TXL_INLINE void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, in
       tile_zero<2 * m + n>();
   });
   for (int64_t k = 0; k < depth; k += kTile) {
-    tile_load<4>(a + k, lda * 4);
-    if constexpr (kM > 1) tile_load<5>(a + kTile * lda + k, lda * 4);
-    tile_load<6>(b + k * ldb, ldb * 4);
-    if constexpr (kN > 1) tile_load<7>(b + k * ldb + kTile, ldb * 4);
-    each([](auto m, auto n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
+    const auto load_a = [&](int part) {
+      const uint32_t* p = a + part * part_step<kParts>(lda) + k;
+      tile_load<4>(p, lda * 4);
+      if constexpr (kM > 1) tile_load<5>(p + kTile * lda, lda * 4);
+    };
+    const auto load_b = [&](int part) {
+      const uint32_t* p = b + k * ldb + part * part_step<kParts>(ldb);
+      tile_load<6>(p, ldb * 4);
+      if constexpr (kN > 1) tile_load<7>(p + kTile, ldb * 4);
+    };
+    const auto add = [&] {
+      each([](auto m, auto n) { tile_multiply<2 * m + n, 4 + m, 6 + n>(); });
+      for (int64_t i = 0; i < lines; ++i, ahead += kTile) __builtin_prefetch(ahead, 0, 2);
+    };
+    if constexpr (kParts == 3) {  // small ones first, and one side loaded each time but for the last
+      load_a(2), load_b(0), add();
+      load_a(1), add();
+      load_b(1), add();
+      load_a(0), add();
+      load_b(2), add();
+      load_b(0), add();
+    } else {
+      load_a(0), load_b(0), add();
+    }
   }
   each([&](auto m, auto n) { tile_store<2 * m + n>(c + m * kTile * ldc + n * kTile, ldc * 4); });
 }
 
-template <bool kAdd>
+template <int kParts, bool kAdd>
 static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
-                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc) {
+                         const uint32_t* b, int64_t ldb, float* c, int64_t ldc, const uint32_t* ahead) {
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
-  for (int64_t n = 0; n < columns; n += 2 * kTile)
-    for (int64_t m = 0; m < rows; m += 2 * kTile) {
-      const auto block = [&](auto km, auto kn) {
-        tile_block<kAdd, decltype(km)::value, decltype(kn)::value>(a + m * lda, lda, b + n, ldb, depth,
-                                                                   c + m * ldc + n, ldc);
+  constexpr int kSide = 2 * kTile;
+  // Fetched a little at every step: more at once, and loads would wait. What has one part comes in time by
+  // itself.
+  const int64_t blocks = (columns + kSide - 1) / kSide * ((rows + kSide - 1) / kSide);
+  const int64_t steps = blocks * (depth / kTile) * kTileSteps<kParts>;
+  const int64_t lines = kParts > 1 && ahead ? (depth * ldb / kTile + steps - 1) / steps : 0;
+  for (int64_t m = 0; m < rows; m += kSide)
+    for (int64_t n = 0; n < columns; n += kSide) {
+      const auto block = [&](auto km, auto kn) __attribute__((always_inline)) {
+        tile_block<kParts, kAdd, decltype(km)::value, decltype(kn)::value>(
+            a + m * lda, lda, b + n, ldb, depth, c + m * ldc + n, ldc, ahead, lines);
+        ahead += lines * kTile * (depth / kTile) * kTileSteps<kParts>;
       };
       const bool two_rows = rows - m > kTile, two_columns = columns - n > kTile;
       if (two_rows && two_columns)

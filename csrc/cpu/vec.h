@@ -292,36 +292,59 @@ TXL_INLINE void store_some(T* p, Vec<T> v, int n) {
 #endif
 }
 
+// The parts of a vector of elements, see below.
+template <typename E, int kParts>
+struct Parts {
+  Vec<E> part[kParts];
+};
+template <typename E, int kParts>
+TXL_INLINE void store_parts(E* p, int64_t step, const Parts<E, kParts>& x) {
+  TXL_UNROLL
+  for (int i = 0; i < kParts; ++i) store(p + i * step, x.part[i]);
+}
+
 // How a product kernel multiplies: what one element of its packed operands is, and one step of the depth.
-// depth: the values of an element; whole: the number of elements that a depth is a multiple of.
-struct Single {  // float
-  using Acc = float;
-  using Elem = float;
-  static constexpr int depth = 1, whole = 1;
-  static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<float> a, Vec<float> b) { return acc + a * b; }
+// depth: the values of an element; whole: the number of elements that a depth is a multiple of; parts: the
+// elements whose sum a packed value is. A packed row holds its parts one behind another.
+//
+//   value(n, e)   which value of a row is the e-th of element n
+//   along(x)      the elements of a row from `depth` vectors of it
+//   across(x)     from the same vector of `depth` rows, the elements whose values are of one column
+template <typename T>
+struct Plain {
+  using Acc = T;
+  using Elem = T;
+  static constexpr int depth = 1, whole = 1, parts = 1;
+  static TXL_INLINE Vec<T> step(Vec<T> acc, Vec<T> a, Vec<T> b) { return acc + a * b; }
+  static TXL_INLINE int64_t value(int64_t n, int) { return n; }
+  static TXL_INLINE Parts<T, 1> along(const Vec<T> (&x)[1]) { return {{x[0]}}; }
+  static TXL_INLINE Parts<T, 1> across(const Vec<T> (&x)[1]) { return {{x[0]}}; }
 };
-struct Double {
-  using Acc = double;
-  using Elem = double;
-  static constexpr int depth = 1, whole = 1;
-  static TXL_INLINE Vec<double> step(Vec<double> acc, Vec<double> a, Vec<double> b) { return acc + a * b; }
-};
+using Single = Plain<float>;
+using Double = Plain<double>;
+
+// Pairs of bfloat16, the first one in the low half: the leading bits of two vectors.
+TXL_INLINE Vec<uint32_t> leading_pairs(Vec<float> first, Vec<float> second) {
+  return (bits<Vec<uint32_t>>(first) >> 16) | (bits<Vec<uint32_t>>(second) & 0xffff0000u);
+}
+TXL_INLINE Vec<float> first_of(Vec<uint32_t> pairs) { return bits<Vec<float>>(pairs << 16); }
+TXL_INLINE Vec<float> second_of(Vec<uint32_t> pairs) { return bits<Vec<float>>(pairs & 0xffff0000u); }
+
 #if defined(__AVX512BF16__)
-struct Bf16Pair {  // two neighbours of the depth, the earlier one in the low half; fp32 accumulators
+struct Bf16Pair {  // two neighbours of the depth; fp32 accumulators
   using Acc = float;
   using Elem = uint32_t;
-  static constexpr int depth = 2, whole = 1;
+  static constexpr int depth = 2, whole = 1, parts = 1;
   static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<uint32_t> a, Vec<uint32_t> b) {
     return _mm512_dpbf16_ps(acc, bits<__m512bh>(a), bits<__m512bh>(b));
   }
-  // Pairs of neighbours in a row: x[0], x[1] | x[2], x[3] | ... from two vectors.
-  static TXL_INLINE Vec<uint32_t> pair_along(Vec<float> first, Vec<float> second) {
-    return bits<Vec<uint32_t>>(_mm512_cvtne2ps_pbh(second, first));
+  static TXL_INLINE int64_t value(int64_t n, int e) { return 2 * n + e; }
+  static TXL_INLINE Parts<Elem, 1> along(const Vec<float> (&x)[2]) {
+    return {{bits<Vec<uint32_t>>(_mm512_cvtne2ps_pbh(x[1], x[0]))}};
   }
-  // Pairs of lanes of two rows: even[0], odd[0] | even[1], odd[1] | ...
-  static TXL_INLINE Vec<uint32_t> pair_across(Vec<float> even, Vec<float> odd) {
-    const __m512i both = bits<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
-    return bits<Vec<uint32_t>>(_mm512_permutexvar_epi16(interleaved(), both));
+  static TXL_INLINE Parts<Elem, 1> across(const Vec<float> (&x)[2]) {
+    const __m512i both = bits<__m512i>(_mm512_cvtne2ps_pbh(x[1], x[0]));
+    return {{bits<Vec<uint32_t>>(_mm512_permutexvar_epi16(interleaved(), both))}};
   }
 
  private:
@@ -334,13 +357,34 @@ struct Bf16Pair {  // two neighbours of the depth, the earlier one in the low ha
 struct Bf16Tiles : Bf16Pair {  // the same operands, multiplied by whole tiles (tiles.h)
   static constexpr int whole = 16;
 };
-#endif
 
-// Depth element from its `depth` consecutive values.
-TXL_INLINE void pack_elem(float* e, const float* x) { *e = x[0]; }
-TXL_INLINE void pack_elem(double* e, const double* x) { *e = x[0]; }
-TXL_INLINE void pack_elem(uint32_t* e, const float* x) {
-  *e = round_bf16(x[0]).bits | static_cast<uint32_t>(round_bf16(x[1]).bits) << 16;
-}
+// float32 by tiles of bfloat16: a value is the sum of three, eight bits each: the nearest, the leading bits
+// of what it leaves, and the rest, exactly. tiles.h adds up six of the nine products of two values; the
+// others are below 2^-23 of the whole, of either sign. What is not finite, or rounds to infinity
+// (from 3.396e38 on), has NaN parts. Pairs are values one vector apart.
+struct SplitTiles {
+  using Acc = float;
+  using Elem = uint32_t;
+  static constexpr int depth = 2, whole = 16, parts = 3;
+  static TXL_INLINE int64_t value(int64_t n, int e) {
+    constexpr int W = kLanes<float>;
+    return n / W * (2 * W) + n % W + e * W;
+  }
+  static TXL_INLINE Parts<Elem, 3> along(const Vec<float> (&x)[2]) {
+    const Vec<Elem> nearest = leading_pairs(nudged(x[0]), nudged(x[1]));
+    Vec<float> first = x[0] - first_of(nearest), second = x[1] - second_of(nearest);
+    const Vec<Elem> next = leading_pairs(first, second);
+    first -= first_of(next), second -= second_of(next);
+    return {{nearest, next, leading_pairs(first, second)}};
+  }
+  static TXL_INLINE Parts<Elem, 3> across(const Vec<float> (&x)[2]) { return along(x); }
+
+ private:
+  // Half a unit of a bfloat16 further from zero, so that its leading bits are the nearest one's.
+  static TXL_INLINE Vec<float> nudged(Vec<float> x) {
+    return bits<Vec<float>>(bits<Vec<uint32_t>>(x) + 0x8000u);
+  }
+};
+#endif
 
 }  // namespace txl::TXL_LEVEL

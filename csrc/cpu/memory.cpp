@@ -1,0 +1,65 @@
+#include "memory.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace txl {
+
+struct alignas(64) Memory::Block {
+  size_t bytes;  // behind this
+};
+
+namespace {
+
+size_t most_kept_as_asked() {
+#if defined(TXL_SANITIZED)
+  return 0;  // a block is as long as was asked for, so that what lies behind it is guarded
+#else
+  const char* asked = std::getenv("TXL_CPU_KEPT_MB");
+  if (!asked || !*asked) return 64 << 20;
+  char* end = nullptr;
+  const long megabytes = std::strtol(asked, &end, 10);
+  if (*end || megabytes < 0)
+    throw std::runtime_error("TXL_CPU_KEPT_MB is '" + std::string(asked) +
+                             "', but must be a number of megabytes, 0 or more: the working memory that is "
+                             "kept between calls; unset it to keep up to 64");
+  return static_cast<size_t>(megabytes) << 20;
+#endif
+}
+
+// How much is kept at most, of one call. Calls that need more do not notice that memory is fresh.
+size_t most_kept() {
+  static const size_t most = most_kept_as_asked();
+  return most;
+}
+
+// One block for the process, or none while a call has it. No lock, which a fork could leave closed.
+std::atomic<void*> kept{nullptr};
+
+}  // namespace
+
+Memory::Memory(size_t bytes) {
+  most_kept();  // what is wrong with it is to be said here
+  block_ = static_cast<Block*>(kept.exchange(nullptr));
+  if (block_ && block_->bytes < bytes) {
+    std::free(block_);
+    block_ = nullptr;
+  }
+  if (!block_) {
+    const size_t lines = 1 + (bytes + sizeof(Block) - 1) / sizeof(Block);  // one of them for the record
+    void* fresh = std::aligned_alloc(alignof(Block), lines * sizeof(Block));
+    if (!fresh) throw std::bad_alloc();
+    block_ = new (fresh) Block{bytes};
+  }
+  data = reinterpret_cast<char*>(block_ + 1);
+}
+
+Memory::~Memory() {
+  void* none = nullptr;
+  if (block_->bytes > most_kept() || !kept.compare_exchange_strong(none, block_)) std::free(block_);
+}
+
+}  // namespace txl
