@@ -78,7 +78,7 @@ template <class C, class S>
 class BackwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  static constexpr int kBlockRows = kTiled<C> ? 64 : 12 * kRows, kChunkKeys = 256;
+  static constexpr int kBlockRows = kTiled<C> ? 64 : (kLong ? 12 : 8) * kRows, kChunkKeys = 256;
   static constexpr int kWidth = kPanel<C>;
   static constexpr int64_t kPitch = kChunkKeys + 16;
   static constexpr int64_t kSlopeColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
@@ -216,7 +216,7 @@ class BackwardKernel {
     visit(s.qv_values, rows * columns_);
     visit(s.lse2, rows), visit(s.delta, rows), visit(s.far_sum, 2 * rows);
     visit(s.dq_content, rows * columns_), visit(s.dq_position, rows * columns_);
-    visit(s.band, Window::kElements), visit(s.tile, kTiled<C> ? rows * kWidth : 0);
+    visit(s.band, Window::kElements), visit(s.tile, rows * kWidth);
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
     visit(s.slope, rows * kSlopePitch);

@@ -36,9 +36,10 @@ template <class C, class S>
 class ForwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
-  static constexpr int kBlockRows = C::parts > 1 ? 128 : kTiled<C> ? 64 : 6 * kRows, kChunkKeys = 512;
+  static constexpr int kBlockRows = C::parts > 1 ? 128 : kTiled<C> ? 64 : (kLong ? 6 : 8) * kRows;
+  static constexpr int kChunkKeys = kLong ? 512 : 128;
   static constexpr int kWidth = kPanel<C>;
-  static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : kWidth;  // whose values are added at a time
+  static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : 64;  // whose values are added at a time
   static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPartPitch = kPitch / C::depth,
                            kElemPitch = C::parts * kPartPitch;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
@@ -88,7 +89,7 @@ class ForwardKernel {
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
       visit(s.qu, kBlockRows * q_pitch_), visit(s.qv, kBlockRows * q_pitch_);
-      visit(s.band, Window::kElements), visit(s.tile, kTiled<C> ? kBlockRows * kWidth : 0);
+      visit(s.band, Window::kElements), visit(s.tile, kBlockRows * kWidth);
       visit(s.prob, elems_at_once() ? 0 : kBlockRows * kPitch);
       visit(s.elems, C::depth == 1 ? 0 : kBlockRows * kElemPitch);
       visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);

@@ -24,7 +24,7 @@ TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::
                          const typename C::Elem* b, int64_t ldb, int64_t depth, const char* ahead = nullptr) {
   using Elem = typename C::Elem;
   for (int64_t k = 0; k < depth; ++k) {
-    if (ahead) __builtin_prefetch(ahead + k * kLineBytes, 0, 2);
+    if (kLong && ahead) __builtin_prefetch(ahead + k * kLineBytes, 0, 2);
     Vec<Elem> row[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) row[n] = load(b + k * ldb + n * kLanes<Elem>);
@@ -157,50 +157,55 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int6
                                                  const Start<typename C::Acc>& start, int64_t m0, F finish) {
   using T = typename C::Acc;
   Vec<T> acc[kM][kVectors] = {};
-  if (start.data) {
-    TXL_UNROLL
-    for (int m = 0; m < kM; ++m) TXL_UNROLL
-    for (int n = 0; n < kVectors; ++n)
-      acc[m][n] = load(start.data + m * start.row_step + n * start.vector_step);
-  }
   // The first groups of rows fetch the panel behind this one, each some of it: the next to be used, mostly.
   const auto* next = reinterpret_cast<const char*>(panel + kPanel<C> * depth);
   const int64_t group = m0 / kM;
   const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel));
   multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth,
                        fetches ? next + group * depth * kLineBytes : nullptr);
+  // Added last: products need not wait for it.
+  if (start.data) {
+    TXL_UNROLL
+    for (int m = 0; m < kM; ++m) TXL_UNROLL
+    for (int n = 0; n < kVectors; ++n)
+      acc[m][n] += load(start.data + m * start.row_step + n * start.vector_step);
+  }
   finish(acc, m0);
 }
 
+// Whether a panel's product is stored before anything is made of it: then the next rows' products need not
+// wait for that.
+template <class C, class F>
+constexpr bool kApart = (kTiled<C> || !kLong) && !std::is_same_v<F, Store<typename C::Acc>>;
+
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
-// tile: [rows][kPanel], used where products are made of whole tiles. What is stored starts at zero.
+// tile: [rows][kPanel], used where kApart. What tiles store starts at zero.
 template <class C, class F>
 TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t lda, int64_t depth,
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
                               typename C::Acc* tile, F finish) {
   using T = typename C::Acc;
-  [[maybe_unused]] const auto* next = panel + depth * kPanelPitch<C>;
-  if constexpr (!kTiled<C>) {
-    in_groups<kRows>(rows, [&](int64_t m, auto km) {
-      Start<T> from = start;
-      if (start.data) from.data += m * start.row_step;
-      panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, m, finish);
-    });
-  } else if constexpr (std::is_same_v<F, Store<T>>) {
-    tile_product<C::parts, false>(rows, kPanel<C>, depth, a, lda, panel, kPanelPitch<C>, finish.out,
-                                  finish.pitch, next);
-  } else {
-    tile_product<C::parts, false>(rows, kPanel<C>, depth, a, lda, panel, kPanelPitch<C>, tile, kPanel<C>,
-                                  next);
+  if constexpr (kApart<C, F>) {
+    panel_product<C>(rows, a, lda, depth, panel, start, nullptr, Store<T>{tile, kPanel<C>});
     for (int64_t m = 0; m < rows; ++m) {
       Vec<T> acc[1][kVectors];
       TXL_UNROLL
       for (int n = 0; n < kVectors; ++n) {
         acc[0][n] = load(tile + m * kPanel<C> + n * kLanes<T>);
-        if (start.data) acc[0][n] += load(start.data + m * start.row_step + n * start.vector_step);
+        if (kTiled<C> && start.data)
+          acc[0][n] += load(start.data + m * start.row_step + n * start.vector_step);
       }
       finish(acc, m);
     }
+  } else if constexpr (kTiled<C>) {
+    tile_product<C::parts, false>(rows, kPanel<C>, depth, a, lda, panel, kPanelPitch<C>, finish.out,
+                                  finish.pitch, panel + depth * kPanelPitch<C>);
+  } else {
+    in_groups<kRows>(rows, [&](int64_t m, auto km) {
+      Start<T> from = start;
+      if (start.data) from.data += m * start.row_step;
+      panel_tile<C, decltype(km)::value>(a + m * lda, lda, depth, panel, from, m, finish);
+    });
   }
 }
 
