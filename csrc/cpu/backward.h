@@ -522,11 +522,12 @@ class BackwardKernel {
   // multiplied stays in the first cache.
   void add_along(const T* x, int64_t pitch, int64_t rows, int64_t columns, const Elem* y, T* sums,
                  Scratch& s) const {
-    const int64_t step = kTiled<C> ? kWidth : columns;
-    for (int64_t c = 0; c < columns; c += step) {
+    const int64_t most = kTiled<C> ? kWidth : kLong ? columns : 64;
+    for (int64_t c = 0; c < columns; c += most) {
+      const int64_t step = min(most, columns - c);
       const Elem* packed = s.along;
       if constexpr (C::depth == 1)
-        packed = x;
+        packed = x + c;
       else
         pack_along<C>(x + c, pitch, rows, step, s.along, kAlongPitch);
       add_product<C, A::rows>(rows, columns_, step / C::depth, packed, C::depth == 1 ? pitch : kAlongPitch,

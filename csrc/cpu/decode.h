@@ -13,6 +13,7 @@ template <class S>
 class DecodeKernel {
   using T = decltype(to_float(S{}));
   static constexpr int W = kLanes<T>, kKeys = 4096;  // keys whose scores are held at most
+  static constexpr int kMost = kLong ? 4 : 8;        // vectors of a row that are read together
   static constexpr int64_t kAhead = 128;             // keys between what is fetched and what is used
 
   struct Query {
@@ -77,7 +78,7 @@ class DecodeKernel {
   // f(first column, Size<vectors>, Size<whether the last of them is cut off by D>) over the columns.
   template <class F>
   TXL_INLINE void in_columns(F f) const {
-    in_groups<kVectors>(columns_ / W, [&](int64_t n, auto kn) {
+    in_groups<kMost>(columns_ / W, [&](int64_t n, auto kn) {
       if ((n + decltype(kn)::value) * W <= p_.D)
         f(n * W, kn, Size<0>{});
       else
@@ -88,8 +89,12 @@ class DecodeKernel {
     return tail ? load_some(p, static_cast<int>(p_.D % W)) : load_as_float(p);
   }
 
-  // Into the second level of cache: the hardware's own prefetching ends at every page.
-  static TXL_INLINE void fetch(const S* p) { __builtin_prefetch(p, 0, 2); }
+  // Vector n of a row into the second level of cache, line by line: where vectors are long, the hardware's
+  // own prefetching is too late at every page.
+  static TXL_INLINE void fetch(const S* row, int n) {
+    constexpr int kLine = kLineBytes / sizeof(S);  // in values
+    if (kLong && n * W % kLine == 0) __builtin_prefetch(row + n * W, 0, 2);
+  }
 
   void run_part(int64_t unit, int64_t part) {
     const int64_t b = unit % p_.B, h = unit / p_.B;
@@ -153,7 +158,7 @@ class DecodeKernel {
     for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        fetch(v + (kAhead < count - x ? kAhead * t_.v.row : 0) + n * W);
+        fetch(v + (kAhead < count - x ? kAhead * t_.v.row : 0), n);
         acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
       }
     }
@@ -210,10 +215,10 @@ class DecodeKernel {
       Vec<T> content = product[x], position = {};
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        fetch(ahead.k + n * W);
+        fetch(ahead.k, n);
         content += qu[n] * values(now.k + n * W, tail && n == kN - 1);
         if constexpr (has_r) {
-          fetch(ahead.r + n * W);
+          fetch(ahead.r, n);
           position += qv[n] * values(now.r + n * W, tail && n == kN - 1);
         }
       }

@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -9,7 +11,7 @@
 namespace txl {
 
 struct alignas(64) Memory::Block {
-  size_t bytes;  // behind this
+  size_t bytes;  // with this
 };
 
 namespace {
@@ -36,6 +38,25 @@ size_t most_kept() {
   return most;
 }
 
+// Whole pages of the system's, which has them back when they are freed: malloc keeps what is freed below its
+// last block, and the next, larger one comes on top of that.
+void* fresh(size_t bytes) {
+#if defined(TXL_SANITIZED)
+  return std::aligned_alloc(64, bytes);
+#else
+  void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return pages == MAP_FAILED ? nullptr : pages;
+#endif
+}
+
+void release(void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(TXL_SANITIZED)
+  std::free(memory);
+#else
+  munmap(memory, bytes);
+#endif
+}
+
 // One block for the process, or none while a call has it. No lock, which a fork could leave closed.
 std::atomic<void*> kept{nullptr};
 
@@ -43,23 +64,24 @@ std::atomic<void*> kept{nullptr};
 
 Memory::Memory(size_t bytes) {
   most_kept();  // what is wrong with it is to be said here
+  bytes = (bytes + 2 * sizeof(Block) - 1) / sizeof(Block) * sizeof(Block);  // whole lines, one for the record
   block_ = static_cast<Block*>(kept.exchange(nullptr));
   if (block_ && block_->bytes < bytes) {
-    std::free(block_);
+    release(block_, block_->bytes);
     block_ = nullptr;
   }
   if (!block_) {
-    const size_t lines = 1 + (bytes + sizeof(Block) - 1) / sizeof(Block);  // one of them for the record
-    void* fresh = std::aligned_alloc(alignof(Block), lines * sizeof(Block));
-    if (!fresh) throw std::bad_alloc();
-    block_ = new (fresh) Block{bytes};
+    void* memory = fresh(bytes);
+    if (!memory) throw std::bad_alloc();
+    block_ = new (memory) Block{bytes};
   }
   data = reinterpret_cast<char*>(block_ + 1);
 }
 
 Memory::~Memory() {
   void* none = nullptr;
-  if (block_->bytes > most_kept() || !kept.compare_exchange_strong(none, block_)) std::free(block_);
+  if (block_->bytes > most_kept() || !kept.compare_exchange_strong(none, block_))
+    release(block_, block_->bytes);
 }
 
 }  // namespace txl
