@@ -518,8 +518,8 @@ class BackwardKernel {
     }
   }
 
-  // sums += x y for x [rows][columns] and packed rows y; with tiles panel by panel, so that what is
-  // multiplied stays in the first cache.
+  // sums += x y for x [rows][columns] and packed rows y, `most` columns at a time where what is multiplied
+  // would not stay in the first cache.
   void add_along(const T* x, int64_t pitch, int64_t rows, int64_t columns, const Elem* y, T* sums,
                  Scratch& s) const {
     const int64_t most = kTiled<C> ? kWidth : kLong ? columns : 64;
