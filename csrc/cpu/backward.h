@@ -216,7 +216,7 @@ class BackwardKernel {
     visit(s.qv_values, rows * columns_);
     visit(s.lse2, rows), visit(s.delta, rows), visit(s.far_sum, 2 * rows);
     visit(s.dq_content, rows * columns_), visit(s.dq_position, rows * columns_);
-    visit(s.band, Window::kElements), visit(s.tile, rows * kWidth);
+    visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? rows * kWidth : 0);
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
     visit(s.slope, rows * kSlopePitch);

@@ -56,7 +56,7 @@ class ForwardKernel {
   // One thread's block of queries.
   struct Scratch {
     Elem *qu, *qv;
-    T *band, *tile;  // tile: scores, where products are made of whole tiles
+    T *band, *tile;  // tile: scores, where they are stored first (kApart)
     T* prob;         // the probabilities, but where they become elements at once
     Elem* elems;     // and where elements are not values
     Softmax<T> softmax;
@@ -89,7 +89,7 @@ class ForwardKernel {
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
       visit(s.qu, kBlockRows * q_pitch_), visit(s.qv, kBlockRows * q_pitch_);
-      visit(s.band, Window::kElements), visit(s.tile, kBlockRows * kWidth);
+      visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? kBlockRows * kWidth : 0);
       visit(s.prob, elems_at_once() ? 0 : kBlockRows * kPitch);
       visit(s.elems, C::depth == 1 ? 0 : kBlockRows * kElemPitch);
       visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);

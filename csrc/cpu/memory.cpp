@@ -39,22 +39,19 @@ size_t most_kept() {
 }
 
 // Whole pages of the system's, which has them back when they are freed: malloc keeps what is freed below its
-// last block, and the next, larger one comes on top of that.
+// last block, and the next, larger one comes on top of that. Where nothing is kept it is malloc's, so that
+// whoever watches that or fills it sees what is used.
 void* fresh(size_t bytes) {
-#if defined(TXL_SANITIZED)
-  return std::aligned_alloc(64, bytes);
-#else
+  if (most_kept() == 0) return std::aligned_alloc(64, bytes);
   void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return pages == MAP_FAILED ? nullptr : pages;
-#endif
 }
 
-void release(void* memory, [[maybe_unused]] size_t bytes) {
-#if defined(TXL_SANITIZED)
-  std::free(memory);
-#else
-  munmap(memory, bytes);
-#endif
+void release(void* memory, size_t bytes) {
+  if (most_kept() == 0)
+    std::free(memory);
+  else
+    munmap(memory, bytes);
 }
 
 // One block for the process, or none while a call has it. No lock, which a fork could leave closed.

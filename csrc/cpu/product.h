@@ -175,8 +175,8 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int6
 
 // Whether a panel's product is stored before anything is made of it: then the next rows' products need not
 // wait for that.
-template <class C, class F>
-constexpr bool kApart = (kTiled<C> || !kLong) && !std::is_same_v<F, Store<typename C::Acc>>;
+template <class C>
+constexpr bool kApart = kTiled<C> || !kLong;
 
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
 // tile: [rows][kPanel], used where kApart. What tiles store starts at zero.
@@ -185,7 +185,7 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t l
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
                               typename C::Acc* tile, F finish) {
   using T = typename C::Acc;
-  if constexpr (kApart<C, F>) {
+  if constexpr (kApart<C> && !std::is_same_v<F, Store<T>>) {
     panel_product<C>(rows, a, lda, depth, panel, start, nullptr, Store<T>{tile, kPanel<C>});
     for (int64_t m = 0; m < rows; ++m) {
       Vec<T> acc[1][kVectors];
