@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import interpreter
 import pytest
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if interpreter.INTERPRET:
     interpreter.choose_products()
 
 import helpers
@@ -20,7 +19,7 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "unpoisoned: leave torch.empty alone (poison would touch every page)")
-    if helpers.INTERPRET:  # NumPy's remarks on NaN and infinity, which Triton's interpreter computes with
+    if interpreter.INTERPRET:  # NumPy's remarks on NaN and infinity, which Triton's interpreter computes with
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:numpy")
         interpreter.quicken()

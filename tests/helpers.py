@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.deterministic
+from interpreter import INTERPRET
 
 import txl_kernels
 from txl_kernels import BackendUnavailable, cpu, philox, rel_attention
@@ -46,8 +47,8 @@ class Backend:
         return [pytest.mark.gpu] if self.device == "cuda" else []
 
 
-# Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so.
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so: then
+# up to so many tiles of 64 x 64.
 INTERPRETED_TILES = 8
 # So do the CUDA kernels, built by tests/cuda_emulation/build_emulation.py; the variable names the library.
 EMULATED = bool(os.environ.get("TXL_CUDA_EMULATION"))

@@ -5,9 +5,10 @@ Written for Triton 3.6 to 3.9, whose interpreter is the same in what is touched 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose_products() -> None:
@@ -19,7 +20,7 @@ def choose_products() -> None:
 
 def quicken() -> None:
     """Leave out what took two thirds of the time: the language patched anew at every call of a device
-    function, and a check of every sum and product of integers, which `overflow_checked` puts back.
+    function, and a check of every sum and product of integers that says nothing outside of debug mode.
     """
     from triton.runtime import interpreter
 
@@ -40,18 +41,5 @@ def quicken() -> None:
         return scope
 
     interpreter._patch_lang = patch_once_a_launch
-    _check_overflow(False)
-
-
-@contextlib.contextmanager
-def overflow_checked():
-    """Sums and products of integers that overflow are errors within."""
-    _check_overflow(True)
-    yield
-    _check_overflow(False)
-
-
-def _check_overflow(check: bool) -> None:
-    from triton.runtime.interpreter import interpreter_builder
-
-    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=check)
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -3,24 +3,15 @@ where rows lie are ever touched. Poison would touch them all, so it is off."""
 
 from __future__ import annotations
 
-import contextlib
-
-import interpreter
 import pytest
 import torch
-from helpers import INTERPRET, assert_same_bits, bf16, each_fused, f32, inputs, key_range, randn_like, run
+from helpers import assert_same_bits, bf16, each_fused, f32, inputs, key_range, randn_like, run
 
 from txl_kernels import rel_attention
 
 pytestmark = pytest.mark.unpoisoned
 
 MORE_THAN_31_BITS = 2**31 + 2**12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def overflow_is_an_error():
-    with interpreter.overflow_checked() if INTERPRET else contextlib.nullcontext():
-        yield
 
 
 def available_memory() -> int:

@@ -60,7 +60,6 @@ std::atomic<void*> kept{nullptr};
 }  // namespace
 
 Memory::Memory(size_t bytes) {
-  most_kept();  // what is wrong with it is to be said here
   bytes = (bytes + 2 * sizeof(Block) - 1) / sizeof(Block) * sizeof(Block);  // whole lines, one for the record
   block_ = static_cast<Block*>(kept.exchange(nullptr));
   if (block_ && block_->bytes < bytes) {
