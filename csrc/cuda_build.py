@@ -17,13 +17,20 @@ from pathlib import Path
 
 from setuptools.errors import PlatformError
 
-# One translation unit for each pair.
-ELEMENTS = ("bf16", "f16")
+# Classes of head dimensions by element; a translation unit for each pair. Rows of float32 are twice as long:
+# of more than 128 channels no block has room for them.
 HEADS = (32, 64, 96, 128, 256)
+CLASSES = {"bf16": HEADS, "f16": HEADS, "f32": (64, 128)}
 
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
 OLDEST = 80  # cp.async, mma of bfloat16
 FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+
+
+def units() -> list[tuple[str, int]]:
+    """Element and class of every translation unit, the longest to compile first."""
+    pairs = [(element, head) for element, heads in CLASSES.items() for head in heads]
+    return sorted(pairs, key=lambda pair: -pair[1] * (2 if pair[0] == "f32" else 1))
 
 
 @dataclass(frozen=True)

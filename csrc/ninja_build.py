@@ -304,8 +304,7 @@ def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -
         file.compile(
             "cuda/kernels.cu", [*kernels, f"-DTXL_ELEMENT={e}", f"-DTXL_HEAD={h}"], e, str(h), rule=rule
         )
-        for h in reversed(cuda_build.HEADS)  # the longest first
-        for e in cuda_build.ELEMENTS
+        for e, h in cuda_build.units()
     ]
     objects.append(file.compile("cuda/dispatch.cpp", [*host, *defines], rule=rule))
     objects.append(file.compile("torch_binding_cuda.cpp", [*cxx, "-isystem", str(torch / "include")]))

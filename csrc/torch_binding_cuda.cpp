@@ -28,8 +28,11 @@ txl::DType dtype_of(const Tensor& x) {
       return txl::DType::bf16;
     case ScalarType::Half:
       return txl::DType::f16;
+    case ScalarType::Float:
+      STD_TORCH_CHECK(x.size(-1) <= 128, "the CUDA kernels serve float32 up to D = 128");
+      return txl::DType::f32;
     default:
-      STD_TORCH_CHECK(false, "the CUDA kernels serve bfloat16 and float16");
+      STD_TORCH_CHECK(false, "the CUDA kernels serve bfloat16, float16 and float32");
   }
 }
 

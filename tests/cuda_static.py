@@ -2,7 +2,7 @@
 into a multiprocessor, and instructions of the loops over tiles.
 
     python tests/cuda_static.py --write docs/cuda_kernels.md
-    python tests/cuda_static.py --head 64 --arch 90
+    python tests/cuda_static.py --element f32 --head 64 --arch 90
 
 Needs nvcc, and the disassembler that comes with Triton.
 """
@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT / "csrc"))
 import cuda_build  # noqa: E402
 
 ARCHS = (80, 90, 100)
-HEADS = cuda_build.HEADS
+# float16's kernels are bfloat16's with other names of instructions.
+DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers.
 SHARED = {80: 164, 90: 228, 100: 228}
 REGISTERS = 65536
@@ -40,6 +41,7 @@ REGISTERS = 65536
 @dataclass(frozen=True)
 class Report:
     kernel: str  # "ForwardKernel<bf16, 64, 64, 4, true, false>"
+    element: str
     head: int
     arch: int
     registers: int
@@ -70,7 +72,7 @@ def short(kernel: str) -> str:
 
 
 @functools.cache
-def launches(head: int) -> dict[str, tuple[int, int]]:
+def launches(element: str, head: int) -> dict[str, tuple[int, int]]:
     """Threads and shared memory of the kernels of a class, which only the launching code knows: it is run."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
@@ -82,8 +84,8 @@ def launches(head: int) -> dict[str, tuple[int, int]]:
         }
         script = f"""
 import torch, txl_kernels
-u = torch.ones(1, {head}, dtype=torch.bfloat16, requires_grad=True)
-k = torch.ones(1, 1, 600, {head}, dtype=torch.bfloat16)
+u = torch.ones(1, {head}, dtype=torch.{DTYPES[element]}, requires_grad=True)
+k = torch.ones(1, 1, 600, {head}, dtype=torch.{DTYPES[element]})
 for L in (1, 20):
     for p in (0.0, 0.5):
         out = txl_kernels.rel_attention(
@@ -96,8 +98,8 @@ for L in (1, 20):
     return {short(kernel): (int(threads), int(shared)) for kernel, threads, shared in lines}
 
 
-def compile_class(head: int, arch: int) -> list[Report]:
-    """The kernels in bfloat16 of one class of head dimensions. float16 differs in names of instructions."""
+def compile_class(element: str, head: int, arch: int) -> list[Report]:
+    """The kernels of one element and class of head dimensions."""
     nvcc = cuda_build.find_nvcc()
     if nvcc is None:
         raise FileNotFoundError("nvcc was not found")
@@ -106,7 +108,7 @@ def compile_class(head: int, arch: int) -> list[Report]:
         subprocess.run(
             [
                 *(*nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin),
-                *("-DTXL_ELEMENT=bf16", f"-DTXL_HEAD={head}", ROOT / "csrc" / "cuda" / "kernels.cu"),
+                *(f"-DTXL_ELEMENT={element}", f"-DTXL_HEAD={head}", ROOT / "csrc" / "cuda" / "kernels.cu"),
             ],
             check=True,
         )
@@ -118,9 +120,11 @@ def compile_class(head: int, arch: int) -> list[Report]:
         kernel = re.search(r"entry<(.*)>\(", short(readable))
         if kernel is None:
             raise ValueError(f"{readable} is no kernel of ours")
-        known = launches(head).get(kernel[1].strip())
+        known = launches(element, head).get(kernel[1].strip())
         if known is None:
-            raise ValueError(f"{kernel[1]} is compiled and never launched, of {list(launches(head))}")
+            raise ValueError(
+                f"{kernel[1]} is compiled and never launched, of {list(launches(element, head))}"
+            )
         section = code[code.index(f".section\t.text.{name},") :]
         section = section.split("\t.section\t", 1)[0]
         whole, *loops = _loops(NVIDIA, section)
@@ -128,6 +132,7 @@ def compile_class(head: int, arch: int) -> list[Report]:
         reports.append(
             Report(
                 kernel[1].strip(),
+                element,
                 head,
                 arch,
                 int(registers),
@@ -141,10 +146,11 @@ def compile_class(head: int, arch: int) -> list[Report]:
     return sorted(reports, key=lambda report: report.kernel)
 
 
-def reports(heads=HEADS, archs=ARCHS, jobs: int = 2) -> list[Report]:
-    for head in heads:
-        launches(head)  # builds the emulation, once
-    todo = [(head, arch) for head in heads for arch in archs]
+def reports(elements=tuple(DTYPES), heads=cuda_build.HEADS, archs=ARCHS, jobs: int = 2) -> list[Report]:
+    classes = [(e, head) for e in elements for head in cuda_build.CLASSES[e] if head in heads]
+    for element, head in classes:
+        launches(element, head)  # builds the emulation, once
+    todo = [(*pair, arch) for pair in classes for arch in archs]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         done = pool.map(lambda case: compile_class(*case), todo)
         return [report for part in tqdm(done, total=len(todo), unit="class") for report in part]
@@ -152,7 +158,8 @@ def reports(heads=HEADS, archs=ARCHS, jobs: int = 2) -> list[Report]:
 
 PREAMBLE = """# The CUDA kernels as compiled
 
-By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, in bfloat16, without a GPU.
+By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, without a GPU. float16's kernels
+are bfloat16's with other names of instructions.
 
 * **registers** and **stack** (bytes) per thread, **shared**: KiB per block, **blocks** of a kernel that fit
   into a multiprocessor.
@@ -167,14 +174,14 @@ def document(found: list[Report]) -> str:
     nvcc = cuda_build.find_nvcc() or []
     version = re.search(r"release ([\d.]+)", cuda_build.output_of([*nvcc, "--version"]))
     lines = [PREAMBLE.format(version=version[1] if version else "")]
-    for head, arch in dict.fromkeys((report.head, report.arch) for report in found):
+    for element, head, arch in dict.fromkeys((r.element, r.head, r.arch) for r in found):
         lines += [
-            f"\n## D up to {head}, sm_{arch}\n",
+            f"\n## {DTYPES[element]}, D up to {head}, sm_{arch}\n",
             f"| {' | '.join(COLUMNS)} |",
             "|---" * len(COLUMNS) + "|",
         ]
         for r in found:
-            if (r.head, r.arch) == (head, arch):
+            if (r.element, r.head, r.arch) == (element, head, arch):
                 cells = [r.kernel, r.registers, r.stack, f"{r.shared / 1024:.0f}", r.blocks]
                 cells += [sum(loop.instructions for loop in r.loops), r.tensor, r.local]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -185,12 +192,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head", type=int, choices=HEADS, nargs="+", default=HEADS)
+    parser.add_argument("--element", choices=DTYPES, nargs="+", default=DTYPES)
+    parser.add_argument("--head", type=int, choices=cuda_build.HEADS, nargs="+", default=cuda_build.HEADS)
     parser.add_argument("--arch", type=int, choices=ARCHS, nargs="+", default=ARCHS)
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default: 2)")
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there (default: print it)")
     arguments = parser.parse_args()
-    page = document(reports(arguments.head, arguments.arch, arguments.jobs))
+    page = document(reports(arguments.element, arguments.head, arguments.arch, arguments.jobs))
     if arguments.write:
         arguments.write.write_text(page)
     else:

@@ -36,6 +36,9 @@ from txl_kernels import BackendUnavailable, cuda, registry, rel_attention
 sys.path.insert(0, str(TESTS / "cuda_emulation"))
 import build_emulation
 
+sys.path.insert(0, str(ROOT / "csrc"))
+import cuda_build
+
 emulated = pytest.mark.skipif(not EMULATED, reason="needs TXL_CUDA_EMULATION")
 CUDA = next(b for b in BACKENDS if b.name == "cuda")
 
@@ -72,7 +75,7 @@ CASES = [
 
 
 @emulated
-@pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: ", ".join(f"{n} {v}" for n, v in c.items()))
 def test_against_the_reference(case, dtype):
     case = dict(case)
@@ -125,19 +128,21 @@ def test_memory_beyond_the_tensors_is_not_touched():
 
 
 @emulated
-def test_other_dtypes_are_refused():
-    q = torch.randn(1, 1, 2, 4, dtype=f32)
-    with pytest.raises(BackendUnavailable, match=r"needs one of torch.bfloat16, torch.float16"):
+def test_a_head_too_long_for_float32():
+    q = torch.randn(1, 1, 2, 129, dtype=f32)
+    with pytest.raises(BackendUnavailable, match=r"D = 129 > 128 in float32; backend='triton' may serve it"):
         rel_attention(q, q, q, q[0], backend="cuda")
 
 
 @emulated
-def test_a_head_that_needs_more_shared_memory_than_the_gpu_has(monkeypatch):
-    """sm_86, sm_89 and sm_120 have 99 KiB in a block: enough up to D 128."""
+@pytest.mark.parametrize("dtype, widest", [(bf16, 128), (f32, 64)], ids=["bfloat16", "float32"])
+def test_a_head_that_needs_more_shared_memory_than_the_gpu_has(monkeypatch, dtype, widest):
+    """sm_86, sm_89 and sm_120 have 99 KiB in a block: enough for rows of 256 bytes."""
     monkeypatch.setattr(cuda, "_shared_bytes", lambda device: 99 * 1024)
-    wide, narrow = (torch.randn(1, 1, 2, D, dtype=bf16) for D in (129, 128))
+    wide, narrow = (torch.randn(1, 1, 2, D, dtype=dtype) for D in (widest + 1, widest))
     with pytest.raises(
-        BackendUnavailable, match=r"D = 129 > 128 needs up to 163 KiB .* has 99 KiB; backend='triton'"
+        BackendUnavailable,
+        match=rf"D = {widest + 1} > {widest} in {dtype} needs up to 163 KiB .* has 99 KiB; backend='triton'",
     ):
         rel_attention(wide, wide, wide, wide[0], backend="cuda")
     rel_attention(narrow, narrow, narrow, narrow[0], backend="cuda")
@@ -150,15 +155,20 @@ def test_backend_none_takes_one_that_has_room(monkeypatch):
     device = torch.device("cpu")
     assert registry.choose(None, device, bf16, 128).NAME == "cuda"
     assert registry.choose(None, device, bf16, 129).NAME == "cpu"
+    assert registry.choose(None, device, f32, 64).NAME == "cuda"
+    assert registry.choose(None, device, f32, 65).NAME == "cpu"
 
 
 @emulated
-@pytest.mark.parametrize("D", [32, 64, 96, 128, 256])
-def test_kernels_keep_within_the_shared_memory_that_is_asked_for(tmp_path, D):
+@pytest.mark.parametrize(
+    "element, D", [(element, D) for element in ("bf16", "f32") for D in cuda_build.CLASSES[element]]
+)
+def test_kernels_keep_within_the_shared_memory_that_is_asked_for(tmp_path, element, D):
+    dtype = {"bf16": bf16, "f32": f32}[element]
     trace = tmp_path / "trace"
     script = f"""
 import torch, txl_kernels
-k = torch.ones(1, 1, 66, {D}, dtype=torch.bfloat16, requires_grad=True)
+k = torch.ones(1, 1, 66, {D}, dtype={dtype}, requires_grad=True)
 for L in (1, 17):
     out = txl_kernels.rel_attention(k[:, :, :L], k, k, k[0], backend="cuda")
     out.sum().backward()
@@ -166,7 +176,8 @@ for L in (1, 17):
     environment = {**os.environ, "TXL_EMULATION_TRACE": str(trace)}
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True)
     most = max(int(line.rsplit("|", 1)[1]) for line in trace.read_text().splitlines())
-    assert most <= (cuda._SHARED_BYTES if D <= cuda._WIDE_HEAD else cuda._WIDE_SHARED_BYTES)
+    wide = D * dtype.itemsize > cuda._WIDE_ROW
+    assert most <= (cuda._WIDE_SHARED_BYTES if wide else cuda._SHARED_BYTES)
 
 
 @emulated

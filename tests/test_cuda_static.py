@@ -25,13 +25,14 @@ def assert_sound(report: static.Report) -> None:
     if works_on_tiles:
         assert report.whole.tensor > 0, f"{report.kernel}: no product by tensor cores"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
-    if report.head in (64, 128) and not report.kernel.endswith("true>"):  # without dropout
+    if (report.element == "f32" or report.head in (64, 128)) and not report.kernel.endswith("true>"):
+        # Without dropout.
         assert report.stack == 0 and report.local == 0, f"{report.kernel} spills on sm_{report.arch}"
 
 
 @needs_nvcc
 def test_the_class_of_64():
-    for report in static.reports([64], [90]):
+    for report in static.reports(["bf16"], [64], [90]):
         assert_sound(report)
 
 
@@ -42,20 +43,20 @@ def test_every_class():
     for report in found:
         assert_sound(report)
     # Which kernels there are and their shared memory; registers depend on nvcc's version.
-    facts = [(r.head, r.arch, r.kernel, f"{r.shared / 1024:.0f}") for r in found]
+    facts = [(static.DTYPES[r.element], r.head, r.arch, r.kernel, f"{r.shared / 1024:.0f}") for r in found]
     assert facts == facts_in(PAGE.read_text()), (
         "docs/cuda_kernels.md is out of date: python tests/cuda_static.py --write docs/cuda_kernels.md"
     )
 
 
-def facts_in(page: str) -> list[tuple[int, int, str, str]]:
-    found, head, arch = [], 0, 0
+def facts_in(page: str) -> list[tuple[str, int, int, str, str]]:
+    found, dtype, head, arch = [], "", 0, 0
     for line in page.splitlines():
-        if match := re.match(r"## D up to (\d+), sm_(\d+)", line):
-            head, arch = int(match[1]), int(match[2])
+        if match := re.match(r"## (\w+), D up to (\d+), sm_(\d+)", line):
+            dtype, head, arch = match[1], int(match[2]), int(match[3])
         elif line.startswith("| ") and not line.startswith("| kernel"):
             kernel, _, _, shared, *_ = (cell.strip() for cell in line.strip("| ").split(" | "))
-            found.append((head, arch, kernel, shared))
+            found.append((dtype, head, arch, kernel, shared))
     return found
 
 
@@ -71,11 +72,32 @@ def passes(accesses: list[tuple[int, ...]]) -> int:
     return max(collections.Counter(word % 32 for word in words).values())
 
 
-@pytest.mark.parametrize("head", cuda_build.HEADS)
-def test_matrix_loads_meet_no_bank_twice(head):
-    """ldmatrix: eight rows of 16 bytes at a time, Rows<kHead>::kPitch apart."""
-    pitch = (2 * head + 16) // 4
+def pitch_of(element: str, head: int) -> int:
+    """csrc/cuda/tiles.h: Rows<E, kHead>::kPitch."""
+    return ((4 if element == "f32" else 2) * head + 16) // 4
+
+
+@pytest.mark.parametrize("element, head", cuda_build.units())
+def test_matrix_loads_meet_no_bank_twice(element, head):
+    """ldmatrix: eight rows of 16 bytes at a time."""
+    pitch = pitch_of(element, head)
     assert passes([tuple(row * pitch + word for word in range(4)) for row in range(8)]) == 1
+
+
+@pytest.mark.parametrize("head", cuda_build.CLASSES["f32"])
+def test_rows_of_float32_are_read_transposed_without_conflicts(head):
+    """SquareRows::load: lane 4 a + b reads channel a of rows 2 b and 2 b + 1, one by one."""
+    for x in (0, 1):
+        assert passes([((2 * b + x) * pitch_of("f32", head) + a,) for a in range(8) for b in range(4)]) == 1
+
+
+@pytest.mark.parametrize("BN", [16, 32])
+def test_the_bands_gradient_in_float32_is_read_without_conflicts(BN):
+    """csrc/cuda/backward_dq.h: lane 4 a + b has columns 2 b, 2 b + 1 of row a, half a warp at a time."""
+    pitch = 16 + BN + 8  # kSlopePitch
+    lanes = [(a, 2 * b) for a in range(8) for b in range(4)]
+    for half in (lanes[:16], lanes[16:]):
+        assert passes([(a * pitch + c, a * pitch + c + 1) for a, c in half]) == 1
 
 
 @pytest.mark.parametrize("BN", [16, 32, 64])

@@ -16,7 +16,6 @@ from torch import Tensor
 from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library, new_gradients
 
 NAME = "cuda"
-DTYPES = (torch.bfloat16, torch.float16)
 
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
@@ -27,9 +26,11 @@ _DECODE_QUERIES = 16
 # Keys that are worth a program of their own.
 _SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
+# As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
+_FLOAT32_HEAD = 128
 # Shared memory of a block, at most: as csrc/cuda/backward.h asserts. Every GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
-_WIDE_HEAD, _WIDE_SHARED_BYTES = 128, 163 * 1024  # of D beyond 128
+_WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
 _loaded = False
 _reason: str | None = None
@@ -51,14 +52,16 @@ def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     kind = "cpu" if _EMULATION else "cuda"
     if device.type != kind:
         return f"it needs tensors on {kind}, q is on {device}"
-    if dtype not in DTYPES:
-        return f"it needs one of {', '.join(map(str, DTYPES))}, q is {dtype}"
     if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
-    if head_dim > _WIDE_HEAD and _shared_bytes(device) < _WIDE_SHARED_BYTES:
+    if dtype == torch.float32 and head_dim > _FLOAT32_HEAD:
+        return f"D = {head_dim} > {_FLOAT32_HEAD} in float32; backend='triton' may serve it"
+    widest = _WIDE_ROW // dtype.itemsize
+    if head_dim > widest and _shared_bytes(device) < _WIDE_SHARED_BYTES:
         return (
-            f"D = {head_dim} > {_WIDE_HEAD} needs up to {_WIDE_SHARED_BYTES // 1024} KiB of shared memory in "
-            f"a block, {_name(device)} has {_shared_bytes(device) // 1024} KiB; backend='triton' may serve it"
+            f"D = {head_dim} > {widest} in {dtype} needs up to {_WIDE_SHARED_BYTES // 1024} KiB of shared "
+            f"memory in a block, {_name(device)} has {_shared_bytes(device) // 1024} KiB; backend='triton' "
+            "may serve it"
         )
     return None
 

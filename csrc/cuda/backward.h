@@ -24,18 +24,20 @@ inline Problem within_limits(Problem p) {
 // Floats. Follows no pointer.
 template <typename E, int kHead>
 int64_t backward_workspace(const Problem& p) {
-  return Workspace(within_limits(p), nullptr).floats;
+  return Workspace(within_limits(p), sizeof(E), nullptr).floats;
 }
 
-// The tiles of a class of head dimensions. Up to 128 channels a block has less than 100 KiB of shared memory,
-// which every GPU has from sm_80 on.
+// The tiles of a class of head dimensions. With rows of up to 256 bytes a block has less than 100 KiB of
+// shared memory, which every GPU has from sm_80 on.
 template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
-  using Dq = DqKernel<E, kHead, (kHead <= 128 ? 32 : 16), (kHead <= 64 ? 3 : kHead <= 128 ? 2 : 1), kDropout>;
-  using DkDv = DkDvKernel<E, kHead, (kHead <= 128 ? 64 : 32), (kHead <= 64), kDropout>;
-  using Dr = DrKernel<E, kHead, (kHead <= 128 ? 32 : 16), (kHead <= 128), kDropout>;
-  static_assert(kHead > 128 || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
-                                Dr::kSharedBytes <= 99 * 1024),
+  static constexpr int kBytes = kRow<E, kHead>;
+  static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
+  using Dq = DqKernel<E, kHead, (kWide ? 16 : 32), (kNarrow ? 3 : kWide ? 1 : 2), kDropout>;
+  using DkDv = DkDvKernel<E, kHead, (kWide ? 32 : 64), kNarrow, kDropout>;
+  using Dr = DrKernel<E, kHead, (kWide ? 16 : 32), !kWide, kDropout>;
+  static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
+                          Dr::kSharedBytes <= 99 * 1024),
                 "every GPU has it");
   static_assert(Dq::kSharedBytes <= 163 * 1024 && DkDv::kSharedBytes <= 163 * 1024 &&
                     Dr::kSharedBytes <= 163 * 1024,
@@ -52,7 +54,7 @@ template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                     void* stream) {
   const Problem limited = within_limits(p);
-  const BackwardParams params{limited, t, dropout_seed, Workspace(limited, workspace),
+  const BackwardParams params{limited, t, dropout_seed, Workspace(limited, sizeof(E), workspace),
                               Workspace::clamps(limited)};
   const Workspace& w = params.w;
   int error = 0;

@@ -48,7 +48,7 @@ template <typename E, int kHead, int BN, bool kHeld, bool kDropout>
 struct DkDvKernel {
   using Params = BackwardParams;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, BM = 32;
-  static constexpr int kSteps = kHead / 16, kQueryTiles = BM / 8;
+  static constexpr int kSteps = kHead / kStep<E>, kQueryTiles = BM / 8;
   // Where there are fewer than 64 keys, warps with the same ones share out the channels of dk and dv.
   static constexpr int kKeyGroups = BN / 16;
   static constexpr int kChannels = kHead * kKeyGroups / kWarps, kOwnTiles = kChannels / 8;
@@ -58,7 +58,7 @@ struct DkDvKernel {
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
 
   // Shared memory: keys, values, q + u, dO, q + v, the ring of r, the band, statistics of the queries.
-  static constexpr uint32_t kRowBytes = Rows<kHead>::kPitch;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch;
   static constexpr uint32_t kKeyBytes = BN * kRowBytes, kQueryBytes = BM * kRowBytes;
   static constexpr uint32_t kQueriesAt = 2 * kKeyBytes, kRingAt = kQueriesAt + 3 * kQueryBytes;
   static constexpr uint32_t kBandAt = kRingAt + kChunks * kQueryBytes;
@@ -108,12 +108,12 @@ struct DkDvKernel {
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.K + BN - 1) / BN); }
 
-  TXL_DEVICE Rows<kHead> k_tile() const { return {base}; }
-  TXL_DEVICE Rows<kHead> v_tile() const { return {base + kKeyBytes}; }
-  TXL_DEVICE Rows<kHead> q_u() const { return {base + kQueriesAt}; }
-  TXL_DEVICE Rows<kHead> dout() const { return {base + kQueriesAt + kQueryBytes}; }
-  TXL_DEVICE Rows<kHead> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
-  TXL_DEVICE Rows<kHead> ring() const { return {base + kRingAt}; }
+  TXL_DEVICE Rows<E, kHead> k_tile() const { return {base}; }
+  TXL_DEVICE Rows<E, kHead> v_tile() const { return {base + kKeyBytes}; }
+  TXL_DEVICE Rows<E, kHead> q_u() const { return {base + kQueriesAt}; }
+  TXL_DEVICE Rows<E, kHead> dout() const { return {base + kQueriesAt + kQueryBytes}; }
+  TXL_DEVICE Rows<E, kHead> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
+  TXL_DEVICE Rows<E, kHead> ring() const { return {base + kRingAt}; }
   TXL_DEVICE BandOfTile<BM, BN> band() const { return {base + kBandAt}; }
 
   TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.far_last || i0 >= tiles.all_hi; }
@@ -219,7 +219,7 @@ struct DkDvKernel {
     constexpr int kGroups = BM / 16, kParts = kWarps / kGroups;
     const int group = warp() % kGroups * 16, part = warp() / kGroups;
     float x[Band::template kTiles<kParts>][4] = {};
-    add_product<E, kHead>(
+    add_product<false>(
         x, [&](int d) { return load_fragment(q_v(), group, d); }, ring(),
         [&](int n) { return ring_row(i0, BM - 16 - group + Band::template column<kParts>(part, n / 8)); });
     band().template write<kParts>(x, group, part);
@@ -259,9 +259,9 @@ struct DkDvKernel {
         }
     }
     const auto row = [&](int n) { return 8 * first + n; };
-    add_product<E, kHead>(ds, [&](int d) { return k_fragment(d); }, q_u(), row);
+    add_product<kHeld>(ds, [&](int d) { return k_fragment(d); }, q_u(), row);
     float dp[kTogether][4] = {};
-    add_product<E, kHead>(dp, [&](int d) { return v_fragment(d); }, dout(), row);
+    add_product<kHeld>(dp, [&](int d) { return v_fragment(d); }, dout(), row);
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; ++n)
       for (int y = 0; y < 2; ++y) {
@@ -276,10 +276,10 @@ struct DkDvKernel {
       }
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; n += 2) {
-      add_values<kMasked>(to_fragment<E>(dp[n], dp[n + 1]), i0, first + n);
-      const Fragment a = to_fragment<E>(ds[n], ds[n + 1]);
-      add_rows<kMasked, E>(dk, a, q_u(), 8 * (first + n), own_channel);
-      mma<E>(ds_sum, a.r, {pack<E>(1, 1), pack<E>(1, 1)});
+      add_values<kMasked>(Square<E>::of(dp[n], dp[n + 1]), i0, first + n);
+      const auto a = Square<E>::of(ds[n], ds[n + 1]);
+      add_rows<kMasked>(dk, a, q_u(), 8 * (first + n), own_channel);
+      add_sum(ds_sum, a);
     }
   }
 
@@ -296,47 +296,22 @@ struct DkDvKernel {
 
   // dv += a dO for queries 8 n to 8 n + 15.
   template <bool kMasked>
-  TXL_DEVICE void add_values(const Fragment& a, int i0, int n) {
-    const Corner corner = corner_b_trans();
+  TXL_DEVICE void add_values(const Square<E>& a, int i0, int n) {
     TXL_UNROLL_GPU
     for (int d = 0; d < kOwnTiles; d += 2) {
-      uint32_t x[4];
-      load_matrix_x4_trans(x, dout().at(8 * n + corner.row, own_channel + 8 * d + corner.channel));
-      if constexpr (kMasked) take_finite(x, i0, n, d);
-      mma<E>(dv[d], a.r, {x[0], x[1]});
-      mma<E>(dv[d + 1], a.r, {x[2], x[3]});
+      auto x = SquareRows<E>::load(dout(), 8 * n, own_channel + 8 * d);
+      if constexpr (kMasked)
+        put_nan(dv[d], dv[d + 1], x.take_infinite(), [&](int m, int e) { return sees(i0, n + m, e); });
+      add_square(dv[d], dv[d + 1], a, x);
     }
-  }
-
-  // A key is affected by the queries that see it and by nothing else: a NaN of dO is put where it is seen. In
-  // its own product it would be everywhere, as 0 * NaN is NaN.
-  TXL_DEVICE void take_finite(uint32_t (&x)[4], int i0, int n, int d) {
-    uint32_t bad[4], found = 0;
-    for (int m = 0; m < 4; ++m) {
-      bad[m] = not_finite<E>(x[m]);
-      x[m] &= ~bad[m];
-      found |= bad[m];
-    }
-    if (!any(found != 0)) return;
-    const uint32_t ones = pack<E>(1, 1);
-    for (uint32_t& m : bad) m &= ones;
-    Fragment seen;
-    for (int m = 0; m < 4; ++m)
-      seen.r[m] = pack<E>(sees(i0, n + m / 2, m % 2 * 2), sees(i0, n + m / 2, m % 2 * 2 + 1));
-    float count[2][4] = {};
-    mma<E>(count[0], seen.r, {bad[0], bad[1]});
-    mma<E>(count[1], seen.r, {bad[2], bad[3]});
-    for (int m = 0; m < 2; ++m)
-      for (int e = 0; e < 4; ++e)
-        if (count[m][e] > 0) dv[d + m][e] = nan();
   }
 
   // ---- Results ----
 
   TXL_DEVICE void store() {
     sync_threads();  // all are done with the keys and values
-    put_rows<E>(k_tile(), own_key, own_channel, dk, params.query_scale());
-    put_rows<E>(v_tile(), own_key, own_channel, dv, kept_scale);
+    put_rows(k_tile(), own_key, own_channel, dk, params.query_scale());
+    put_rows(v_tile(), own_key, own_channel, dv, kept_scale);
     if (own_channel == 0 && lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
         store_shared(base + kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);

@@ -17,18 +17,19 @@ template <typename E, int kHead, int BN, int kHeld, bool kDropout>
 struct DqKernel {
   using Params = BackwardParams;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, BM = 16 * kWarps;
-  static constexpr int kSteps = kHead / 16, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
+  static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
   static constexpr int kChunks = (BM + BN - 1) / BN + 1,
                        kRing = kChunks + 1;     // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;         // columns of the band that a warp reads
   static constexpr int kBandPitch = kBand + 8;  // words, as in forward
-  // The gradient of the band lies where the band was. Bytes, an odd number of 16.
-  static constexpr int kSlopePitch = 2 * kBand + 16;
+  // The gradient of the band lies where the band was. Bytes, an odd number of 16; or of 32, which are read by
+  // pairs.
+  static constexpr int kSlopePitch = static_cast<int>(sizeof(E)) * (kBand + 8);
   static_assert(kHead % 16 == 0 && BN % 16 == 0 && kSlopePitch <= 4 * kBandPitch, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
-  static constexpr uint32_t kRowBytes = Rows<kHead>::kPitch, kTileBytes = BN * kRowBytes;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = (3 - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
@@ -51,7 +52,7 @@ struct DqKernel {
   float lse[2], delta[2];
   Fragment held[kHeld ? kHeld : 1][kSteps];
   float carry[2][4];         // the band's columns that the tile before left over
-  Fragment slope_carry;      // and those of its gradient
+  Square<E> slope_carry;     // and those of its gradient
   float clamped[2][2];       // sums of dS over pairs that are clamped to the first row of r, and to the last
   float acc[kHeadTiles][4];  // dq, without the clamped pairs' position part
   uint32_t base;             // of shared memory
@@ -84,9 +85,11 @@ struct DqKernel {
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.L + BM - 1) / BM); }
 
   // Keys and values have two places each, in turns.
-  TXL_DEVICE Rows<kHead> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
-  TXL_DEVICE Rows<kHead> v_tile(int j0) const { return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes}; }
-  TXL_DEVICE Rows<kHead> ring() const { return {base + kTilesAt + 4 * kTileBytes}; }
+  TXL_DEVICE Rows<E, kHead> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
+  TXL_DEVICE Rows<E, kHead> v_tile(int j0) const {
+    return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes};
+  }
+  TXL_DEVICE Rows<E, kHead> ring() const { return {base + kTilesAt + 4 * kTileBytes}; }
   // The warp's 16 rows of the band's gradient.
   TXL_DEVICE uint32_t slope() const {
     return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
@@ -123,7 +126,7 @@ struct DqKernel {
   // ---- Loads ----
 
   // 0: q + u, 1: q + v, 2: dO.
-  TXL_DEVICE Rows<kHead> query_rows(int n) const {
+  TXL_DEVICE Rows<E, kHead> query_rows(int n) const {
     const int place = n < kHeld ? 3 - kHeld + n : n - kHeld;
     return {base + static_cast<uint32_t>(place) * kQueryBytes};
   }
@@ -196,9 +199,9 @@ struct DqKernel {
       add_far_term(ds, j0);
     else
       add_band(ds, j0);
-    add_product<E, kHead>(ds, [&](int d) { return query<0>(d); }, k_tile(j0), [](int n) { return n; });
+    add_product<(kHeld > 0)>(ds, [&](int d) { return query<0>(d); }, k_tile(j0), [](int n) { return n; });
     float dp[kKeyTiles][4] = {};
-    add_product<E, kHead>(dp, [&](int d) { return query<2>(d); }, v_tile(j0), [](int n) { return n; });
+    add_product<(kHeld > 2)>(dp, [&](int d) { return query<2>(d); }, v_tile(j0), [](int n) { return n; });
     if constexpr (kDropout) drop(dp, j0);
     const int i = i0 + row_of_lane(), j = j0 + lane() % 4 * 2;
     TXL_UNROLL_GPU
@@ -210,7 +213,7 @@ struct DqKernel {
       }
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; n += 2)
-      add_rows<kEdge, E>(acc, to_fragment<E>(ds[n], ds[n + 1]), k_tile(j0), 8 * n, 0);
+      add_rows<kEdge>(acc, Square<E>::of(ds[n], ds[n + 1]), k_tile(j0), 8 * n, 0);
     if constexpr (kFar)
       add_clamped(ds, j0 < tiles.near ? 0 : 1);
     else
@@ -233,10 +236,10 @@ struct DqKernel {
     if (!follows_band(j0)) {
       for (int n = 0; n < 2; ++n)
         for (int x = 0; x < 4; ++x) carry[n][x] = 0;
-      add_product<E, kHead>(carry, position, ring(), [&](int n) { return ring_row(j0, left + n); });
+      add_product<(kHeld > 1)>(carry, position, ring(), [&](int n) { return ring_row(j0, left + n); });
     }
     float next[kKeyTiles][4] = {};
-    add_product<E, kHead>(next, position, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
+    add_product<(kHeld > 1)>(next, position, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
     const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
     const uint32_t own = slope() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
     sync_warp();  // what the tile before has left here was read
@@ -318,37 +321,75 @@ struct DqKernel {
     if (lowest_row(j0) < 0 || lowest_row(j0) + BM + BN - 1 > p.N) take_clamped(ds, j0);
     if (!follows_band(j0)) slope_carry = {};
     sync_warp();  // the band was read
-    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
-    const uint32_t own = slope() + static_cast<uint32_t>(row * kSlopePitch + column * 2);
-    for (int m = 0; m < 4; ++m)
-      store_shared(own + static_cast<uint32_t>(m % 2 * 8 * kSlopePitch + m / 2 * 16), slope_carry.r[m]);
+    constexpr int kBytes = sizeof(E);
+    store_carried();
     sync_warp();  // where both write, in the carried columns, dS is to stay
-    const uint32_t first = own + static_cast<uint32_t>(15 - row) * 2;
+    const uint32_t first = own_slope(15 - opaque(lane()) / 4);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int y = 0; y < 2; ++y) {
-        const uint32_t pair = pack<E>(ds[n][2 * y], ds[n][2 * y + 1]);
-        const uint32_t at = first + static_cast<uint32_t>(y * (8 * kSlopePitch - 16) + 16 * n);
-        store_shared(at, static_cast<uint16_t>(pair));
-        store_shared(at + 2, static_cast<uint16_t>(pair >> 16));
+        const uint32_t at = first + static_cast<uint32_t>(y * 8 * (kSlopePitch - kBytes) + 8 * n * kBytes);
+        store_apart(at, ds[n][2 * y], ds[n][2 * y + 1]);
       }
     sync_warp();
     const int left = own_column();
     TXL_UNROLL_GPU
-    for (int n = 0; n < BN; n += 16)
-      add_rows<kEdge, E>(acc, load_slope(n), ring(), ring_row(j0, left + n), 0);
+    for (int n = 0; n < BN; n += 16) add_rows<kEdge>(acc, load_slope(n), ring(), ring_row(j0, left + n), 0);
     slope_carry = load_slope(BN);
     if (ends_band(j0)) {
       keep_carried();
-      add_rows<true, E>(acc, slope_carry, ring(), ring_row(j0, left + BN), 0);
+      add_rows<true>(acc, slope_carry, ring(), ring_row(j0, left + BN), 0);
     }
   }
 
+  // Where the band's gradient has what an accumulator holds of the lane's first query, of columns c to c + 7.
+  TXL_DEVICE uint32_t own_slope(int c) const {
+    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2 + c;
+    return slope() + static_cast<uint32_t>(row * kSlopePitch + column * static_cast<int>(sizeof(E)));
+  }
+
+  // Two neighbours, to an address that need not be a multiple of both.
+  static TXL_DEVICE void store_apart(uint32_t at, float x, float y) {
+    if constexpr (is_half<E>) {
+      const uint32_t pair = pack<E>(x, y);
+      store_shared(at, static_cast<uint16_t>(pair));
+      store_shared(at + 2, static_cast<uint16_t>(pair >> 16));
+    } else {
+      store_shared(at, x);
+      store_shared(at + 4, y);
+    }
+  }
+
+  TXL_DEVICE void store_carried() {
+    const uint32_t own = own_slope(0);
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 2; ++n)
+      for (int y = 0; y < 2; ++y) {
+        const uint32_t at =
+            own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 8 * static_cast<int>(sizeof(E)));
+        if constexpr (is_half<E>)
+          store_shared(at, slope_carry.part[0].r[2 * n + y]);
+        else
+          store_shared(at, uint2{slope_carry.part[n].r[y], slope_carry.part[n].r[y + 2]});
+      }
+  }
+
   // Columns c to c + 15 of the band's gradient.
-  TXL_DEVICE Fragment load_slope(int c) const {
-    Fragment a;
-    const Corner corner = corner_a();
-    load_matrix_x4(a.r, slope() + static_cast<uint32_t>(corner.row * kSlopePitch + (c + corner.channel) * 2));
+  TXL_DEVICE Square<E> load_slope(int c) const {
+    Square<E> a;
+    if constexpr (is_half<E>) {
+      const Corner corner = corner_a();
+      load_matrix_x4(a.part[0].r,
+                     slope() + static_cast<uint32_t>(corner.row * kSlopePitch + 2 * c + 16 * corner.piece));
+    } else {
+      const uint32_t own = own_slope(c);
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 2; ++n)
+        for (int y = 0; y < 2; ++y) {
+          const auto pair = load_shared<uint2>(own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 32));
+          a.part[n].r[y] = pair.x, a.part[n].r[y + 2] = pair.y;
+        }
+    }
     return a;
   }
 
@@ -356,10 +397,17 @@ struct DqKernel {
   // none.
   TXL_DEVICE void keep_carried() {
     const int own = opaque(lane()) % 4 * 2 + opaque(lane()) / 4;
-    for (int m = 0; m < 4; ++m) {
-      const int missing = own + m / 2 * 8 + m % 2 * 8 - 14;
-      slope_carry.r[m] &= missing > 0 ? 0u : missing == 0 ? 0xffffu : 0xffffffffu;
-    }
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 2; ++n)
+      for (int y = 0; y < 2; ++y) {
+        const int missing = own + n * 8 + y * 8 - 14;  // of the pair: none, the second, both
+        if constexpr (is_half<E>) {
+          slope_carry.part[0].r[2 * n + y] &= missing > 0 ? 0u : missing == 0 ? 0xffffu : 0xffffffffu;
+        } else {
+          if (missing > 0) slope_carry.part[n].r[y] = 0;
+          if (missing >= 0) slope_carry.part[n].r[y + 2] = 0;
+        }
+      }
   }
 
   // ---- Results ----
@@ -381,9 +429,9 @@ struct DqKernel {
           for (int y = 0; y < 2; ++y) acc[d][2 * y + x] += clamped[0][y] * first + clamped[1][y] * last;
         }
     }
-    const Rows<kHead> results{base + kTilesAt};
+    const Rows<E, kHead> results{base + kTilesAt};
     sync_threads();  // all are done with the tiles
-    put_rows<E>(results, 16 * warp(), 0, acc, static_cast<float>(p.scale));
+    put_rows(results, 16 * warp(), 0, acc, static_cast<float>(p.scale));
     if (params.clamps && lane() % 4 == 0)
       for (int end = 0; end < 2; ++end)
         for (int y = 0; y < 2; ++y)

@@ -46,14 +46,14 @@ template <typename E, int kHead, int BM, bool kHeld, bool kDropout>
 struct DrKernel {
   using Params = BackwardParams;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, BN = 16 * kWarps;
-  static constexpr int kSteps = kHead / 16, kHeadTiles = kHead / 8, kQueryTiles = BM / 8;
-  static constexpr int kTogether = kHead <= 64 ? kQueryTiles : 2;  // n8 tiles of queries: registers
-  static constexpr int kChunks = (BM + BN) / BM;                   // of BM keys and values
+  static constexpr int kSteps = kHead / kStep<E>, kHeadTiles = kHead / 8, kQueryTiles = BM / 8;
+  static constexpr int kTogether = kRow<E, kHead> <= 128 ? kQueryTiles : 2;  // n8 tiles of queries: registers
+  static constexpr int kChunks = (BM + BN) / BM;                             // of BM keys and values
 
   // Shared memory: the rows of r if they stay, q + u, dO, q + v, the rings of keys and values, the two bands,
   // statistics of the queries. The rows of r that are held come by way of the ring of keys.
   using Band = BandOfTile<BM, BN>;
-  static constexpr uint32_t kRowBytes = Rows<kHead>::kPitch, kQueryBytes = BM * kRowBytes;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kQueryBytes = BM * kRowBytes;
   static constexpr uint32_t kQueriesAt = kHeld ? 0 : BN * kRowBytes, kRingsAt = kQueriesAt + 3 * kQueryBytes;
   static constexpr uint32_t kBandsAt = kRingsAt + 2 * kChunks * kQueryBytes;
   static constexpr uint32_t kStatisticsAt = kBandsAt + 2 * Band::kBytes;
@@ -109,12 +109,12 @@ struct DrKernel {
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
 
-  TXL_DEVICE Rows<kHead> q_u() const { return {base + kQueriesAt}; }
-  TXL_DEVICE Rows<kHead> dout() const { return {base + kQueriesAt + kQueryBytes}; }
-  TXL_DEVICE Rows<kHead> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
-  TXL_DEVICE Rows<kHead> k_ring() const { return {base + kRingsAt}; }
-  TXL_DEVICE Rows<kHead> v_ring() const { return {base + kRingsAt + kChunks * kQueryBytes}; }
-  TXL_DEVICE Rows<kHead> r_tile() const { return {kHeld ? k_ring().address : base}; }
+  TXL_DEVICE Rows<E, kHead> q_u() const { return {base + kQueriesAt}; }
+  TXL_DEVICE Rows<E, kHead> dout() const { return {base + kQueriesAt + kQueryBytes}; }
+  TXL_DEVICE Rows<E, kHead> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
+  TXL_DEVICE Rows<E, kHead> k_ring() const { return {base + kRingsAt}; }
+  TXL_DEVICE Rows<E, kHead> v_ring() const { return {base + kRingsAt + kChunks * kQueryBytes}; }
+  TXL_DEVICE Rows<E, kHead> r_tile() const { return {kHeld ? k_ring().address : base}; }
   TXL_DEVICE Band content() const { return {base + kBandsAt}; }
   TXL_DEVICE Band dout_v() const { return {base + kBandsAt + Band::kBytes}; }
 
@@ -226,9 +226,9 @@ struct DrKernel {
     constexpr int kGroups = BM / 16, kParts = kWarps / 2 / kGroups;
     const bool of_values = warp() >= kWarps / 2;
     const int group = warp() % kGroups * 16, part = warp() % (kWarps / 2) / kGroups;
-    const Rows<kHead> queries = of_values ? dout() : q_u();
+    const Rows<E, kHead> queries = of_values ? dout() : q_u();
     float x[Band::template kTiles<kParts>][4] = {};
-    add_product<E, kHead>(
+    add_product<false>(
         x, [&](int d) { return load_fragment(queries, group, d); }, of_values ? v_ring() : k_ring(),
         [&](int n) { return ring_row(i0, group + Band::template column<kParts>(part, n / 8)); });
     (of_values ? dout_v() : content()).template write<kParts>(x, group, part);
@@ -262,7 +262,7 @@ struct DrKernel {
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; ++n)
       for (int x = 0; x < 4; ++x) ds[n][x] = content().template read<1>(first + n, x, own_row());
-    add_product<E, kHead>(ds, [&](int d) { return row(d); }, q_v(), [&](int n) { return 8 * first + n; });
+    add_product<kHeld>(ds, [&](int d) { return row(d); }, q_v(), [&](int n) { return 8 * first + n; });
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; ++n)
       for (int y = 0; y < 2; ++y) {
@@ -278,9 +278,9 @@ struct DrKernel {
       }
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; n += 2) {
-      const Fragment a = to_fragment<E>(ds[n], ds[n + 1]);
-      add_rows<kMasked, E>(dr, a, q_v(), 8 * (first + n), 0);
-      mma<E>(ds_sum, a.r, {pack<E>(1, 1), pack<E>(1, 1)});
+      const auto a = Square<E>::of(ds[n], ds[n + 1]);
+      add_rows<kMasked>(dr, a, q_v(), 8 * (first + n), 0);
+      add_sum(ds_sum, a);
     }
   }
 
@@ -308,11 +308,11 @@ struct DrKernel {
       for (int y = 0; y < 2; ++y)
         store_shared(base + kBandsAt + static_cast<uint32_t>(own_row() + lane() / 4 + 8 * y) * 4,
                      ds_sum[2 * y]);
-    const Rows<kHead> results = k_ring();
+    const Rows<E, kHead> results = k_ring();
     if (params.w.splits > 1)
       store_part();
     else
-      put_rows<E>(results, own_row(), 0, dr, params.query_scale());
+      put_rows(results, own_row(), 0, dr, params.query_scale());
     sync_threads();
     if (params.w.splits == 1) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);
     if (t.dv_bias.data) store_dv_bias();

@@ -39,7 +39,7 @@ struct Workspace {
   int64_t entries;  // of the batch in a split
   int64_t floats = 0;
 
-  Workspace(const Problem& p, float* base) {
+  Workspace(const Problem& p, int element_bytes, float* base) {
     const auto up = [](int64_t x, int64_t n) { return (x + n - 1) / n; };
     const auto take = [&](int64_t count) {
       float* at = base ? base + floats : nullptr;
@@ -52,8 +52,8 @@ struct Workspace {
     splits = static_cast<int>(p.B ? up(p.B, entries) : 1);
     row = up(p.D, 8) * 8;
     queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
-    q_u = take(heads * p.L * row / 2);
-    q_v = take(heads * p.L * row / 2);
+    q_u = take(heads * p.L * row * element_bytes / 4);
+    q_v = take(heads * p.L * row * element_bytes / 4);
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
     clamped_parts = take(heads * up(p.L, kQueries) * ends);
     clamped = take(p.H * ends);
@@ -94,47 +94,21 @@ struct BackwardParams {
   }
 };
 
-// ---- Fragments ----
-
-// An A operand: 16 rows from `row` on, 16 channels from 16 d on.
-template <int kHead>
-TXL_DEVICE Fragment load_fragment(Rows<kHead> rows, int row, int d) {
-  Fragment a;
-  const Corner corner = corner_a();
-  load_matrix_x4(a.r, rows.at(row + corner.row, 16 * d + corner.channel));
-  return a;
-}
-
-// An A operand from two n8 tiles of accumulators.
-template <typename E>
-TXL_DEVICE Fragment to_fragment(const float (&x)[4], const float (&y)[4]) {
-  return {{pack<E>(x[0], x[1]), pack<E>(x[2], x[3]), pack<E>(y[0], y[1]), pack<E>(y[2], y[3])}};
-}
+// ---- Products ----
 
 TXL_DEVICE float finite(float x) { return x - x == 0 ? x : 0.0f; }
-
-// Ones where an element is NaN or infinite.
-template <typename E>
-TXL_DEVICE uint32_t not_finite(uint32_t x) {
-  constexpr uint32_t kExponent = is_bf16<E> ? 0x7f80u : 0x7c00u;
-  return ((x & kExponent) == kExponent ? 0xffffu : 0) |
-         ((x >> 16 & kExponent) == kExponent ? 0xffff0000u : 0);
-}
 
 // acc += a rows for 16 rows from `row` on, and the channels from `channel` on. kFinite: zeros stand for what
 // is not finite, as a pair that is not seen has dS 0, but 0 * NaN is NaN. What a pair that is seen multiplies
 // its dS with is not missed: its lse, and so dS itself, is NaN.
 template <bool kFinite, typename E, int kHead, int kTiles>
-TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Fragment& a, Rows<kHead> rows, int row, int channel) {
-  const Corner corner = corner_b_trans();
+TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Rows<E, kHead> rows, int row,
+                         int channel) {
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; d += 2) {
-    uint32_t x[4];
-    load_matrix_x4_trans(x, rows.at(row + corner.row, channel + 8 * d + corner.channel));
-    if constexpr (kFinite)
-      for (uint32_t& pair : x) pair &= ~not_finite<E>(pair);
-    mma<E>(acc[d], a.r, {x[0], x[1]});
-    mma<E>(acc[d + 1], a.r, {x[2], x[3]});
+    auto x = SquareRows<E>::load(rows, row, channel + 8 * d);
+    if constexpr (kFinite) x.take_infinite();
+    add_square(acc[d], acc[d + 1], a, x);
   }
 }
 
@@ -159,25 +133,26 @@ struct Mask {
 
 // acc * factor to the warp's 16 rows from `row` on, the channels from `channel` on.
 template <typename E, int kHead, int kTiles>
-TXL_DEVICE void put_rows(Rows<kHead> to, int row, int channel, const float (&acc)[kTiles][4], float factor) {
+TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&acc)[kTiles][4],
+                         float factor) {
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; ++d)
     for (int y = 0; y < 2; ++y)
-      store_shared(to.at(row + lane() / 4 + 8 * y, channel + 8 * d + lane() % 4 * 2),
-                   pack<E>(acc[d][2 * y] * factor, acc[d][2 * y + 1] * factor));
+      store_pair<E>(to.at(row + lane() / 4 + 8 * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
+                    acc[d][2 * y + 1] * factor);
 }
 
 // Rows in shared memory become the tensor's from `first` on, as many as it has. All threads of the block take
 // part.
 template <int kHead, int kThreads, typename E>
-TXL_DEVICE void write_rows(Rows<kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
+TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
   count = static_cast<int>(smaller<int64_t>(count, end - first));
   E* const data = const_cast<E*>(to.data) + first * to.row;
   if (to.wide) {
-    constexpr int kPieces = kHead / 8;
+    constexpr int kPieces = kHead / kPiece<E>;
     TXL_NO_UNROLL_GPU
     for (int place = thread_index(); place < count * kPieces; place += kThreads) {
-      const int n = place / kPieces, channel = place % kPieces * 8;
+      const int n = place / kPieces, channel = place % kPieces * kPiece<E>;
       if (channel < to.D)
         store_global(reinterpret_cast<uint4*>(data + n * to.row + channel),
                      load_shared<uint4>(from.at(n, channel)));
@@ -270,8 +245,9 @@ template <typename E, int kHead>
 struct PrepareKernel {
   using Params = BackwardParams;
   static constexpr int kThreads = 128;
-  // A thread has 8 channels of a query, the threads of a query are neighbours.
-  static constexpr int kPieces = kHead <= 32 ? 4 : kHead <= 64 ? 8 : kHead <= 128 ? 16 : 32;
+  // A thread has 16 bytes of a query, the threads of a query are neighbours.
+  static constexpr int kChannels = kPiece<E>, kUsed = kHead / kChannels;
+  static constexpr int kPieces = kUsed <= 4 ? 4 : kUsed <= 8 ? 8 : kUsed <= 16 ? 16 : 32;
   static constexpr int kQueries = kThreads / kPieces;
 
   static int64_t blocks(const Params& x) { return (x.p.B * x.p.H * x.p.L + kQueries - 1) / kQueries; }
@@ -279,21 +255,21 @@ struct PrepareKernel {
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
     const Backward& t = x.t;
-    const int channel = thread_index() % kPieces * 8;
+    const int channel = thread_index() % kPieces * kChannels;
     const int64_t row = static_cast<int64_t>(block_index()) * kQueries + thread_index() / kPieces;
     const bool exists = row < p.B * p.H * p.L;
     const int64_t i = exists ? row % p.L : 0, h = exists ? row / p.L % p.H : 0;
     const int64_t b = exists ? row / p.L / p.H : 0;
     const float sign = p.scale < 0 ? -1.0f : 1.0f;
-    const Eight q = load(t.q, b, h, i, channel, p);
-    const Eight u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
-    const Eight out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);
-    const Eight r_first = load(t.r, 0, h, 0, channel, p), r_last = load(t.r, 0, h, p.N - 1, channel, p);
+    const Piece q = load(t.q, b, h, i, channel, p);
+    const Piece u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
+    const Piece out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);
+    const Piece r_first = load(t.r, 0, h, 0, channel, p), r_last = load(t.r, 0, h, p.N - 1, channel, p);
 
     Stored q_u, q_v;
     float delta = 0, first = 0, last = 0;
     TXL_UNROLL_GPU
-    for (int d = 0; d < 8; ++d) {
+    for (int d = 0; d < kChannels; ++d) {
       q_u.x[d] = from_float<E>(sign * (q.x[d] + u.x[d]));
       q_v.x[d] = from_float<E>(sign * (q.x[d] + v.x[d]));
       delta += dout.x[d] * out.x[d];
@@ -307,7 +283,7 @@ struct PrepareKernel {
     }
     if (!exists) return;
     if (channel < x.w.row) {
-      const int64_t at = (row * x.w.row + channel) / 8;
+      const int64_t at = (row * x.w.row + channel) / kChannels;
       store_global(static_cast<Stored*>(x.w.q_u) + at, q_u);
       store_global(static_cast<Stored*>(x.w.q_v) + at, q_v);
     }
@@ -316,31 +292,27 @@ struct PrepareKernel {
   }
 
  private:
-  struct Eight {
-    float x[8];
+  struct Piece {
+    float x[kChannels];
   };
   struct alignas(16) Stored {
-    E x[8];
+    E x[kChannels];
   };
 
   // Zeros beyond D, and if there is no such tensor.
-  static TXL_DEVICE Eight load(const View& view, int64_t b, int64_t h, int64_t i, int channel,
+  static TXL_DEVICE Piece load(const View& view, int64_t b, int64_t h, int64_t i, int channel,
                                const Problem& p) {
-    Eight y{};
+    Piece y{};
     if (!view.data || channel >= p.D) return y;
     const Source<E> source(view, b, h, p);
     const E* from = source.data + i * source.row + channel;
     if (source.wide) {
-      const uint4 word = load_global(reinterpret_cast<const uint4*>(from));
-      const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+      const auto stored = bits<Stored>(load_global(reinterpret_cast<const uint4*>(from)));
       TXL_UNROLL_GPU
-      for (int n = 0; n < 4; ++n) {
-        const float2 pair = unpack<E>(pairs[n]);
-        y.x[2 * n] = pair.x, y.x[2 * n + 1] = pair.y;
-      }
+      for (int n = 0; n < kChannels; ++n) y.x[n] = to_float(stored.x[n]);
     } else {
       TXL_UNROLL_GPU
-      for (int n = 0; n < 8; ++n)
+      for (int n = 0; n < kChannels; ++n)
         if (channel + n < p.D) y.x[n] = to_float(load_global(from + n));
     }
     return y;
@@ -380,10 +352,7 @@ struct SumKernel {
       sum +=
           load_shared<float>(shared_base() + static_cast<uint32_t>(share * kElements + thread_index()) * 4);
     Out* to = x.out.at<Out>(0, h, w / x.D) + w % x.D;
-    if constexpr (is_element<Out>)
-      store_global(to, from_float<Out>(sum * x.factor));
-    else
-      store_global(to, sum * x.factor);
+    store_global(to, from_float<Out>(sum * x.factor));
   }
 };
 

@@ -13,6 +13,7 @@ namespace txl::cuda {
 
 struct bf16;
 struct f16;
+using f32 = float;
 
 // dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
 // parts, float32 [splits, B * H * L * (D + 1)].

@@ -31,17 +31,18 @@
 
 namespace txl::cuda {
 
-// The 16-bit elements, as bits: storage, and the tag that names an instruction's element type.
+// The elements. Those of 16 bits, as bits: storage, and the tag that names an instruction's element type.
 struct bf16 {
   uint16_t bits;
 };
 struct f16 {
   uint16_t bits;
 };
+using f32 = float;
 template <typename E>
 constexpr bool is_bf16 = std::is_same_v<E, bf16>;
 template <typename E>
-constexpr bool is_element = is_bf16<E> || std::is_same_v<E, f16>;
+constexpr bool is_half = is_bf16<E> || std::is_same_v<E, f16>;
 
 template <typename To, typename From>
 TXL_DEVICE To bits(From x) {
@@ -159,8 +160,8 @@ TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row_address) {
 //   a[i]: row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next
 //   b[i]: rows 2 t + 8 i and the next, column g
 template <typename E>
-TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  static_assert(is_element<E>, "bf16 or f16");
+TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(is_half<E>, "bf16 or f16");
   if constexpr (is_bf16<E>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -174,6 +175,29 @@ TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
+}
+
+// The nearest number of 10 explicit bits (ties away from zero): a float32, whose lower 13 bits are 0.
+TXL_DEVICE uint32_t tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// d[16, 8] += a[16, 8] b[8, 8], of which each operand is given as the sum of two tf32, without the product of
+// their lower parts. As above, but
+//   a[i]: row g + 8 (i % 2), column t + 4 (i / 2)
+//   b[i]: row t + 4 i, column g
+TXL_DEVICE void mma_tf32x3(float (&d)[4], const uint32_t (&high_a)[4], const uint32_t (&low_a)[4],
+                           const uint32_t (&high_b)[2], const uint32_t (&low_b)[2]) {
+  const auto add = [&](const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  };
+  add(low_a, high_b), add(high_a, low_b), add(high_a, high_b);
 }
 
 // Starts a copy of 16, 8 or 4 bytes, both addresses multiples of the size; zeros where not valid, and the
@@ -239,8 +263,8 @@ TXL_DEVICE void store_global(T* p, T value) {
 
 // Rounds to nearest even; overflow to infinity; NaN stays NaN.
 template <typename E>
-TXL_DEVICE E from_float(float x) {
-  static_assert(is_element<E>, "bf16 or f16");
+TXL_DEVICE E half_from_float(float x) {
+  static_assert(is_half<E>, "bf16 or f16");
   E y;
   if constexpr (is_bf16<E>) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
@@ -253,7 +277,7 @@ TXL_DEVICE E from_float(float x) {
 // Two elements in a register, lo in the lower half, as mma takes them.
 template <typename E>
 TXL_DEVICE uint32_t pack(float lo, float hi) {
-  static_assert(is_element<E>, "bf16 or f16");
+  static_assert(is_half<E>, "bf16 or f16");
   uint32_t y;
   if constexpr (is_bf16<E>) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
@@ -326,6 +350,7 @@ using emulation::exp2_fast;
 using emulation::load_global;
 using emulation::load_shared;
 using emulation::log2_fast;
+using emulation::mma_tf32x3;
 using emulation::shared_base;
 using emulation::shuffle;
 using emulation::shuffle_xor;
@@ -333,6 +358,7 @@ using emulation::store_global;
 using emulation::store_shared;
 using emulation::sync_threads;
 using emulation::sync_warp;
+using emulation::tf32;
 using emulation::thread_index;
 using emulation::wait_copies;
 
@@ -346,8 +372,8 @@ TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
 }
 
 template <typename E>
-TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  static_assert(is_element<E>, "bf16 or f16");
+TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(is_half<E>, "bf16 or f16");
   emulation::mma<is_bf16<E>>(d, a, b);
 }
 
@@ -362,13 +388,13 @@ inline void copy_async_4(uint32_t shared, const void* global, bool valid) {
 }
 
 template <typename E>
-E from_float(float x) {
-  static_assert(is_element<E>, "bf16 or f16");
+E half_from_float(float x) {
+  static_assert(is_half<E>, "bf16 or f16");
   return E{is_bf16<E> ? emulation::bf16_from_float(x) : emulation::f16_from_float(x)};
 }
 template <typename E>
 uint32_t pack(float lo, float hi) {
-  return from_float<E>(lo).bits | static_cast<uint32_t>(from_float<E>(hi).bits) << 16;
+  return half_from_float<E>(lo).bits | static_cast<uint32_t>(half_from_float<E>(hi).bits) << 16;
 }
 inline float to_float(bf16 x) { return emulation::float_from_bf16(x.bits); }
 inline float to_float(f16 x) { return emulation::float_from_f16(x.bits); }
@@ -383,10 +409,34 @@ int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, v
 
 #endif
 
+// The product of 32 bytes of a row: 16 elements of 16 bits, or 8 of float32, in the places that mma_half and
+// mma_tf32x3 say. float32: as the sum of two tf32, to 21 bits; what is infinite becomes NaN.
+template <typename E>
+TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (is_half<E>) {
+    mma_half<E>(d, a, b);
+  } else {
+    const auto low = [](uint32_t x, uint32_t high) { return tf32(bits<float>(x) - bits<float>(high)); };
+    uint32_t high_a[4], low_a[4], high_b[2], low_b[2];
+    for (int i = 0; i < 4; ++i) high_a[i] = tf32(bits<float>(a[i])), low_a[i] = low(a[i], high_a[i]);
+    for (int i = 0; i < 2; ++i) high_b[i] = tf32(bits<float>(b[i])), low_b[i] = low(b[i], high_b[i]);
+    mma_tf32x3(d, high_a, low_a, high_b, low_b);
+  }
+}
+
+template <typename E>
+TXL_DEVICE E from_float(float x) {
+  if constexpr (is_half<E>)
+    return half_from_float<E>(x);
+  else
+    return x;
+}
+TXL_DEVICE float to_float(f32 x) { return x; }
+
 // Both elements of a register; lane of the warp, warp of the block.
 template <typename E>
 TXL_DEVICE float2 unpack(uint32_t x) {
-  static_assert(is_element<E>, "bf16 or f16");
+  static_assert(is_half<E>, "bf16 or f16");
   return {to_float(E{static_cast<uint16_t>(x)}), to_float(E{static_cast<uint16_t>(x >> 16)})};
 }
 

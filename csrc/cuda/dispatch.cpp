@@ -7,7 +7,7 @@
 
 namespace txl::cuda {
 
-// f(Kernels<E, kHead>) for the smallest class that holds D.
+// f(Kernels<E, kHead>) for the smallest class that holds D: csrc/cuda_build.py's CLASSES.
 template <typename E, typename F>
 static auto with_head(int64_t D, F f) {
   if (D <= 32) return f(Kernels<E, 32>{});
@@ -19,6 +19,7 @@ static auto with_head(int64_t D, F f) {
 
 template <typename F>
 static auto with_kernels(DType dtype, int64_t D, F f) {
+  if (dtype == DType::f32) return D <= 64 ? f(Kernels<f32, 64>{}) : f(Kernels<f32, 128>{});
   return dtype == DType::bf16 ? with_head<bf16>(D, f) : with_head<f16>(D, f);
 }
 

@@ -30,7 +30,7 @@ template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, b
 struct ForwardKernel {
   using Params = ForwardParams;
   static constexpr int kThreads = 32 * kWarps, BM = 16 * kWarps;
-  static constexpr int kSteps = kHead / 16, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
+  static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
   static constexpr int kChunks = (BM + BN - 1) / BN + 1,
                        kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
@@ -40,7 +40,7 @@ struct ForwardKernel {
 
   // Shared memory: the band, two places each for keys and values, the ring; and the queries, which lie
   // beneath the rest until they are in registers, or in front of it if they stay.
-  static constexpr uint32_t kRowBytes = Rows<kHead>::kPitch, kTileBytes = BN * kRowBytes;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = kQueriesInRegisters ? 0 : 2 * kQueryBytes;
   static constexpr uint32_t kTilesAt = kBandAt + kBandBytes, kEnd = kTilesAt + (4 + kRing) * kTileBytes;
@@ -58,7 +58,7 @@ struct ForwardKernel {
   Range batch;
   KeyTiles tiles;
   Source<E> k_rows, v_rows, r_rows;
-  Rows<kHead> q_u, q_v, ring;
+  Rows<E, kHead> q_u, q_v, ring;
   uint32_t band_of_lane;  // where in the warp's band the lane's first row begins
   int row_of_lane;        // the first of the lane's two queries is i0 + row_of_lane, the other 8 behind it
   int lo[2], hi[2];       // keys that they see
@@ -111,10 +111,10 @@ struct ForwardKernel {
   }
 
   // Keys and values have two places each, in turns.
-  TXL_DEVICE Rows<kHead> k_tile(int j0) const {
+  TXL_DEVICE Rows<E, kHead> k_tile(int j0) const {
     return {shared_base() + kTilesAt + j0 / BN % 2 * kTileBytes};
   }
-  TXL_DEVICE Rows<kHead> v_tile(int j0) const {
+  TXL_DEVICE Rows<E, kHead> v_tile(int j0) const {
     return {shared_base() + kTilesAt + (2 + j0 / BN % 2) * kTileBytes};
   }
 
@@ -160,28 +160,23 @@ struct ForwardKernel {
     sync_threads();
     if constexpr (kQueriesInRegisters) {
       TXL_UNROLL_GPU
-      for (int d = 0; d < kSteps; ++d) u[d] = query(q_u, d), v[d] = query(q_v, d);
+      for (int d = 0; d < kSteps; ++d)
+        u[d] = load_fragment(q_u, 16 * warp(), d), v[d] = load_fragment(q_v, 16 * warp(), d);
       sync_threads();  // all have read what other tiles will overwrite
     }
   }
 
-  TXL_DEVICE Fragment query(Rows<kHead> q, int d) const {
-    Fragment a;
-    const Corner corner = corner_a();
-    load_matrix_x4(a.r, q.at(16 * warp() + corner.row, 16 * d + corner.channel));
-    return a;
-  }
   TXL_DEVICE Fragment query_u(int d) const {
     if constexpr (kQueriesInRegisters)
       return u[d];
     else
-      return query(q_u, d);
+      return load_fragment(q_u, 16 * warp(), d);
   }
   TXL_DEVICE Fragment query_v(int d) const {
     if constexpr (kQueriesInRegisters)
       return v[d];
     else
-      return query(q_v, d);
+      return load_fragment(q_v, 16 * warp(), d);
   }
 
   // (q + v) . r at the two ends of r, by a product with 16 rows that repeat the first or the last.
@@ -192,7 +187,7 @@ struct ForwardKernel {
     wait_copies<0>();
     sync_threads();
     float ends[4][4] = {};
-    add_product<E, kHead>(ends, [&](int d) { return query_v(d); }, ring, [](int n) { return n; });
+    add_product<kQueriesInRegisters>(ends, [&](int d) { return query_v(d); }, ring, [](int n) { return n; });
     for (int y = 0; y < 2; ++y) far_first[y] = ends[0][2 * y], far_last[y] = ends[2][2 * y];
     sync_threads();  // all have read the rows that r will overwrite
   }
@@ -234,7 +229,8 @@ struct ForwardKernel {
     } else {
       add_band(score, j0);
     }
-    add_product<E, kHead>(score, [&](int d) { return query_u(d); }, k_tile(j0), [](int n) { return n; });
+    add_product<kQueriesInRegisters>(
+        score, [&](int d) { return query_u(d); }, k_tile(j0), [](int n) { return n; });
     if constexpr (kMasked) {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
@@ -258,10 +254,10 @@ struct ForwardKernel {
     if (!follows_band(j0)) {
       for (int n = 0; n < 2; ++n)
         for (int x = 0; x < 4; ++x) carry[n][x] = 0;
-      add_product<E, kHead>(carry, position, ring, [&](int n) { return ring_row(j0, own + n); });
+      add_product<kQueriesInRegisters>(carry, position, ring, [&](int n) { return ring_row(j0, own + n); });
     }
     float next[kKeyTiles][4] = {};
-    add_product<E, kHead>(next, position, ring, [&](int n) { return ring_row(j0, own + 16 + n); });
+    add_product<kQueriesInRegisters>(next, position, ring, [&](int n) { return ring_row(j0, own + 16 + n); });
     sync_warp();  // the tile before has been read
     for (int n = 0; n < 2; ++n) write_band(8 * n, carry[n]);
     TXL_UNROLL_GPU
@@ -326,47 +322,18 @@ struct ForwardKernel {
 
   template <bool kMasked>
   TXL_DEVICE void add_values(const float (&weight)[kKeyTiles][4], int j0) {
-    const Corner corner = corner_b_trans();
-    const Rows<kHead> values = v_tile(j0);
+    const Rows<E, kHead> values = v_tile(j0);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; n += 2) {
-      const uint32_t a[4] = {pack<E>(weight[n][0], weight[n][1]), pack<E>(weight[n][2], weight[n][3]),
-                             pack<E>(weight[n + 1][0], weight[n + 1][1]),
-                             pack<E>(weight[n + 1][2], weight[n + 1][3])};
+      const auto a = Square<E>::of(weight[n], weight[n + 1]);
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; d += 2) {
-        uint32_t x[4];
-        load_matrix_x4_trans(x, values.at(8 * n + corner.row, 8 * d + corner.channel));
-        if constexpr (kMasked) take_finite(x, j0, n, d);
-        mma<E>(acc[d], a, {x[0], x[1]});
-        mma<E>(acc[d + 1], a, {x[2], x[3]});
+        auto x = SquareRows<E>::load(values, 8 * n, 8 * d);
+        if constexpr (kMasked)
+          put_nan(acc[d], acc[d + 1], x.take_infinite(), [&](int m, int e) { return sees(j0, n + m, e); });
+        add_square(acc[d], acc[d + 1], a, x);
       }
     }
-  }
-
-  // A query is affected by what it sees and by nothing else; but a hidden key's probability, 0, times its NaN
-  // is NaN. So masked tiles take the finite values, and NaN is put where others are seen.
-  TXL_DEVICE void take_finite(uint32_t (&x)[4], int j0, int n, int d) {
-    constexpr uint32_t kExponent = is_bf16<E> ? 0x7f80u : 0x7c00u;
-    uint32_t bad[4], found = 0;
-    for (int m = 0; m < 4; ++m) {
-      bad[m] = ((x[m] & kExponent) == kExponent ? 0xffffu : 0) |
-               ((x[m] >> 16 & kExponent) == kExponent ? 0xffff0000u : 0);
-      x[m] &= ~bad[m];
-      found |= bad[m];
-    }
-    if (!any(found != 0)) return;
-    const uint32_t ones = pack<E>(1, 1);
-    for (uint32_t& m : bad) m &= ones;
-    uint32_t seen[4];
-    for (int m = 0; m < 4; ++m)
-      seen[m] = pack<E>(sees(j0, n + m / 2, m % 2 * 2), sees(j0, n + m / 2, m % 2 * 2 + 1));
-    float count[2][4] = {};
-    mma<E>(count[0], seen, {bad[0], bad[1]});
-    mma<E>(count[1], seen, {bad[2], bad[3]});
-    for (int m = 0; m < 2; ++m)
-      for (int e = 0; e < 4; ++e)
-        if (count[m][e] > 0) acc[d + m][e] = nan();
   }
 
   TXL_DEVICE void store() {
@@ -434,13 +401,13 @@ struct MergeKernel {
 
 constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
-// The kernel for a class of head dimensions.
+// The kernel for a class of head dimensions. float32, split into two, leaves no registers for queries.
 template <typename E, int kHead, int kWarps, bool kDropout>
 using ForwardOf = ForwardKernel<E, kHead,
-                                (kHead <= 64    ? 64
-                                 : kHead <= 128 ? 32
-                                                : 16),
-                                kWarps, (kHead <= 128), kDropout>;
+                                (!is_half<E> || kHead > 128 ? 16
+                                 : kHead > 64               ? 32
+                                                            : 64),
+                                kWarps, (is_half<E> && kHead <= 128), kDropout>;
 
 template <typename Kernel, typename Params>
 auto launch_kernel(const Params& params, uint32_t shared_bytes, void* stream) {

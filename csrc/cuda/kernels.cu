@@ -1,4 +1,4 @@
-// The kernels of one element type and class of head dimensions: TXL_ELEMENT (bf16, f16), TXL_HEAD.
+// The kernels of one element type and class of head dimensions: TXL_ELEMENT (bf16, f16, f32), TXL_HEAD.
 #include "backward.h"
 #include "cuda.h"
 #include "forward.h"

@@ -10,8 +10,10 @@
 
 #if defined(__CUDACC__)
 #define TXL_NO_UNROLL_GPU _Pragma("unroll 1")
+#define TXL_UNROLL_GPU_TWO _Pragma("unroll 2")
 #else
 #define TXL_NO_UNROLL_GPU
+#define TXL_UNROLL_GPU_TWO
 #endif
 
 namespace txl::cuda {
@@ -73,23 +75,45 @@ TXL_DEVICE KeyTiles key_tiles(const Problem& p, Range batch, int64_t i0) {
   return t;
 }
 
+// ---- Elements ----
+
+// Of 16 bytes.
+template <typename E>
+constexpr int kPiece = 16 / static_cast<int>(sizeof(E));
+// Channels of one product of tensor cores.
+template <typename E>
+constexpr int kStep = 2 * kPiece<E>;
+
+// What the bytes of a block follow from, its tiles and its registers: a row of kHead channels, in bytes.
+template <typename E, int kHead>
+constexpr int kRow = static_cast<int>(sizeof(E)) * kHead;
+
+// Two neighbours, to an address that is a multiple of both.
+template <typename E>
+TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
+  if constexpr (is_half<E>)
+    store_shared(address, pack<E>(x, y));
+  else
+    store_shared(address, float2{x, y});
+}
+
 // ---- Tiles in shared memory ----
 
-// Rows of kHead 16-bit channels, 16 bytes of padding behind each: eight rows, read at the same place, lie in
+// Rows of kHead channels, 16 bytes of padding behind each: eight rows, read at the same place, lie in
 // different banks.
-template <int kHead>
+template <typename E, int kHead>
 struct Rows {
-  static constexpr uint32_t kPitch = 2 * kHead + 16;
+  static constexpr uint32_t kPitch = kRow<E, kHead> + 16;
   static_assert(kPitch / 16 % 2 == 1, "an odd number of 16 bytes");
 
   uint32_t address;
 
   TXL_DEVICE uint32_t at(int row, int channel) const {
-    return address + static_cast<uint32_t>(row) * kPitch + static_cast<uint32_t>(channel) * 2;
+    return address + static_cast<uint32_t>(row) * kPitch + static_cast<uint32_t>(channel) * sizeof(E);
   }
 };
 
-// Rows of a tensor of one batch entry and head. wide: they begin at multiples of 16 bytes, D is one of 8.
+// Rows of a tensor of one batch entry and head. wide: all rows are whole pieces of 16 bytes.
 template <typename E>
 struct Source {
   const E* data;
@@ -99,25 +123,26 @@ struct Source {
 
   TXL_DEVICE Source(const View& view, int64_t b, int64_t h, const Problem& p)
       : data(view.at<const E>(b, h, 0)), row(view.row), D(static_cast<int>(p.D)) {
-    wide = D % 8 == 0 && row % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    wide = D % kPiece<E> == 0 && row % kPiece<E> == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   }
 };
 
 // Starts to copy `count` rows: row n is source's row(n), zeros where that is negative. The channels from D on
 // are zeros too. All threads of the block take part.
 template <int kHead, int kThreads, typename E, typename F>
-TXL_DEVICE void copy_rows(Rows<kHead> to, int to_row, const Source<E>& source, int count, F row) {
+TXL_DEVICE void copy_rows(Rows<E, kHead> to, int to_row, const Source<E>& source, int count, F row) {
   const int thread = opaque(thread_index());
   if (source.wide) {
     // A loop that can be unrolled, because every thread has as many pieces; if possible all of a column, so
     // that its addresses differ by constants.
-    constexpr int kPieces = kHead / 8, kStep = kThreads % kPieces == 0 ? kThreads / kPieces : 0;
+    constexpr int kPieces = kHead / kPiece<E>;
+    constexpr bool kSameColumn = kThreads % kPieces == 0;
     const int first = thread / kPieces, column = thread % kPieces;
     TXL_UNROLL_GPU
     for (int start = 0; start < count * kPieces; start += kThreads) {
       const int place = start + thread;
-      const int n = kStep ? first + start / kPieces : place / kPieces;
-      const int channel = (kStep ? column : place % kPieces) * 8;
+      const int n = kSameColumn ? first + start / kPieces : place / kPieces;
+      const int channel = (kSameColumn ? column : place % kPieces) * kPiece<E>;
       if (count * kPieces % kThreads != 0 && n >= count) break;
       const int64_t from = row(n);
       const bool valid = from >= 0 && channel < source.D;
@@ -138,39 +163,49 @@ TXL_DEVICE void copy_rows(Rows<kHead> to, int to_row, const Source<E>& source, i
 
 // ---- Fragments ----
 
-// The place in a group of 16 rows by 16 channels whose address this lane gives to load_matrix_x4.
+// The place in a group of 16 rows by 32 bytes whose address this lane gives to load_matrix_x4: 8 by 8
+// elements of 16 bits each are to it what 8 by 4 of float32 are to tensor cores.
 struct Corner {
-  int row, channel;
+  int row, piece;  // the first or the second 16 bytes
 };
-// A operand: rows 0-7, 8-15, then the same of channels 8-15.
+// A operand: rows 0-7, 8-15, then the same of the second 16 bytes.
 TXL_DEVICE Corner corner_a() {
   const int l = opaque(lane());
-  return {l % 16, l / 16 * 8};
+  return {l % 16, l / 16};
 }
-// B operand from rows that are its columns: two n8 tiles, each with both halves of 16 channels.
+// B operand from rows that are its columns: two n8 tiles, each with both pieces of a row.
 TXL_DEVICE Corner corner_b() {
   const int l = opaque(lane());
-  return {l % 8 + l / 16 * 8, l / 8 % 2 * 8};
+  return {l % 8 + l / 16 * 8, l / 8 % 2};
 }
-// B operand from rows that are its rows, transposed on the way: two n8 tiles of 16 rows.
-TXL_DEVICE Corner corner_b_trans() { return corner_a(); }
 
-// An A operand, 16 by 16.
+// An A operand, 16 rows of 32 bytes.
 struct Fragment {
   uint32_t r[4];
 };
 
-// acc[n] += a rows^T for n8 tiles of rows, each pair from row_of(8 n) on, an odd one alone; a(d) has channels
-// 16 d to 16 d + 15.
-template <typename E, int kHead, int kTiles, typename A, typename F>
-TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<kHead> rows, F row_of) {
+// 16 rows from `row` on, channels kStep d to kStep (d + 1) - 1.
+template <typename E, int kHead>
+TXL_DEVICE Fragment load_fragment(Rows<E, kHead> rows, int row, int d) {
+  Fragment a;
+  const Corner corner = corner_a();
+  load_matrix_x4(a.r, rows.at(row + corner.row, kStep<E> * d + kPiece<E> * corner.piece));
+  return a;
+}
+
+// acc[n] += a rows^T for n8 tiles of rows, each pair from row_of(8 n) on, an odd one alone; a(d) is the
+// fragment of step d. kHeld: it lies in registers.
+template <bool kHeld, typename E, int kHead, int kTiles, typename A, typename F>
+TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<E, kHead> rows, F row_of) {
   const Corner corner = corner_b();
-  TXL_UNROLL_GPU
-  for (int d = 0; d < kHead / 16; ++d) {
-    const Fragment a_d = a(d);
+  const auto add_step = [&](int d) {
+    Fragment a_d = a(d);
+    if constexpr (kHeld &&
+                  !is_half<E>)  // or it is split into two for all tiles, and needs twice the registers
+      for (uint32_t& x : a_d.r) x = opaque(x);
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; n += 2) {
-      const uint32_t address = rows.at(row_of(n * 8) + corner.row, 16 * d + corner.channel);
+      const uint32_t address = rows.at(row_of(n * 8) + corner.row, kStep<E> * d + kPiece<E> * corner.piece);
       if (n + 1 < kTiles) {
         uint32_t b[4];
         load_matrix_x4(b, address);
@@ -182,6 +217,123 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<kHead> rows, F ro
         mma<E>(acc[n], a_d.r, b);
       }
     }
+  };
+  if constexpr (kHeld || is_half<E>) {
+    TXL_UNROLL_GPU
+    for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
+  } else {  // of float32 a step is long enough
+    TXL_UNROLL_GPU_TWO
+    for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
+  }
+}
+
+// ---- Products over rows: keys, queries, columns of the band ----
+
+// A square of 16 by 16 as A operand, from two n8 tiles of accumulators. Of float32 it takes two products, and
+// which column comes when is free as long as both operands agree: the order is that of accumulators, where
+// a lane has neighbours.
+template <typename E>
+struct Square {
+  static constexpr int kParts = is_half<E> ? 1 : 2;
+
+  Fragment part[kParts];
+
+  static TXL_DEVICE Square of(const float (&x)[4], const float (&y)[4]) {
+    if constexpr (is_half<E>)
+      return {{{pack<E>(x[0], x[1]), pack<E>(x[2], x[3]), pack<E>(y[0], y[1]), pack<E>(y[2], y[3])}}};
+    else
+      return {{of(x), of(y)}};
+  }
+
+ private:
+  static TXL_DEVICE Fragment of(const float (&x)[4]) {
+    return {{bits<uint32_t>(x[0]), bits<uint32_t>(x[2]), bits<uint32_t>(x[1]), bits<uint32_t>(x[3])}};
+  }
+};
+
+// The B operand that goes with it: 16 rows by two n8 tiles of channels.
+template <typename E>
+struct SquareRows {
+  uint32_t part[Square<E>::kParts][4];
+
+  template <int kHead>
+  static TXL_DEVICE SquareRows load(Rows<E, kHead> rows, int row, int channel) {
+    SquareRows b;
+    if constexpr (is_half<E>) {
+      const Corner corner = corner_a();
+      load_matrix_x4_trans(b.part[0], rows.at(row + corner.row, channel + kPiece<E> * corner.piece));
+    } else {
+      const int l = opaque(lane());
+      TXL_UNROLL_GPU
+      for (int part = 0; part < 2; ++part)
+        for (int x = 0; x < 4; ++x)
+          b.part[part][x] =
+              load_shared<uint32_t>(rows.at(row + l % 4 * 2 + 8 * part + x % 2, channel + l / 4 + x / 2 * 8));
+    }
+    return b;
+  }
+
+  // Takes away what is NaN or infinite; the bits of what it took.
+  TXL_DEVICE SquareRows take_infinite() {
+    constexpr uint32_t kExponent = is_bf16<E> ? 0x7f80u : is_half<E> ? 0x7c00u : 0x7f800000u;
+    SquareRows taken;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < Square<E>::kParts; ++n)
+      for (int m = 0; m < 4; ++m) {
+        uint32_t& x = part[n][m];
+        uint32_t& bad = taken.part[n][m];
+        if constexpr (is_half<E>)
+          bad = ((x & kExponent) == kExponent ? 0xffffu : 0) |
+                ((x >> 16 & kExponent) == kExponent ? 0xffff0000u : 0);
+        else
+          bad = (x & kExponent) == kExponent ? 0xffffffffu : 0;
+        x &= ~bad;
+      }
+    return taken;
+  }
+};
+
+// The number 1 in every place of an operand's register.
+template <typename E>
+TXL_DEVICE uint32_t ones() {
+  if constexpr (is_half<E>)
+    return pack<E>(1, 1);
+  else
+    return bits<uint32_t>(1.0f);
+}
+
+// x, y += a rows: one n8 tile of channels each.
+template <typename E>
+TXL_DEVICE void add_square(float (&x)[4], float (&y)[4], const Square<E>& a, const SquareRows<E>& rows) {
+  TXL_UNROLL_GPU
+  for (int n = 0; n < Square<E>::kParts; ++n) {
+    mma<E>(x, a.part[n].r, {rows.part[n][0], rows.part[n][1]});
+    mma<E>(y, a.part[n].r, {rows.part[n][2], rows.part[n][3]});
+  }
+}
+
+// x += the sum of each row of a.
+template <typename E>
+TXL_DEVICE void add_sum(float (&x)[4], const Square<E>& a) {
+  TXL_UNROLL_GPU
+  for (const Fragment& part : a.part) mma<E>(x, part.r, {ones<E>(), ones<E>()});
+}
+
+// x, y are NaN for a row that sees, by sees(n8 tile, element), one of `taken`'s. A hidden pair's probability,
+// 0, times its NaN would be NaN: a row is affected by what it sees and by nothing else.
+template <typename E, typename F>
+TXL_DEVICE void put_nan(float (&x)[4], float (&y)[4], SquareRows<E> taken, F sees) {
+  uint32_t found = 0;
+  for (auto& part : taken.part)
+    for (uint32_t& m : part) found |= m, m &= ones<E>();
+  if (!any(found != 0)) return;
+  float seen[2][4], count[2][4] = {};
+  for (int n = 0; n < 2; ++n)
+    for (int m = 0; m < 4; ++m) seen[n][m] = sees(n, m);
+  add_square(count[0], count[1], Square<E>::of(seen[0], seen[1]), taken);
+  for (int m = 0; m < 4; ++m) {
+    if (count[0][m] > 0) x[m] = nan();
+    if (count[1][m] > 0) y[m] = nan();
   }
 }
 

@@ -742,6 +742,12 @@ inline uint16_t f16_from_float(float x) {
   return static_cast<uint16_t>(h | sign);
 }
 
+inline uint32_t tf32(float x) {
+  if (x != x) return 0x7fffffff;
+  const uint32_t u = float_bits(x);
+  return (u & 0x7f800000u) == 0x7f800000u ? u : (u + 0x1000u) & ~0x1fffu;
+}
+
 constexpr float kSmallestNormal = 0x1p-126f;
 inline float exp2_fast(float x) {
   const float y = std::exp2(x);
@@ -860,6 +866,51 @@ TXL_COLLECTIVE inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint
         lane[l]->d[i] += sum[group + i / 2 * 8][column / 4][column % 4];
       }
     }
+  });
+}
+
+struct SplitProduct {
+  float* d;
+  const uint32_t *high_a, *low_a, *high_b, *low_b;
+};
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k8": those of .tf32, three products in one meeting.
+TXL_COLLECTIVE inline void mma_tf32x3(float (&d)[4], const uint32_t (&high_a)[4], const uint32_t (&low_a)[4],
+                                      const uint32_t (&high_b)[2], const uint32_t (&low_b)[2]) {
+  SplitProduct mine{d, high_a, low_a, high_b, low_b};
+  meet("mma_tf32x3", &mine, [](SplitProduct** lane) {
+    typedef float Row __attribute__((vector_size(32)));
+    float high_left[16][8], low_left[16][8];
+    Row high_right[8], low_right[8];
+    // The tensor cores do not look at the other bits; NaN has them, and stays what it is without.
+    const auto element = [](uint32_t x) {
+      if ((x & 0x1fffu) != 0 && float_of(x) == float_of(x))
+        fail(machine->thread, "mma_tf32x3: an operand is not a tf32: %08x", x);
+      return float_of(x);
+    };
+    for (int l = 0; l < 32; ++l) {
+      const int group = l / 4, in_group = l % 4;
+      for (int i = 0; i < 4; ++i) {
+        const int row = group + i % 2 * 8, column = in_group + i / 2 * 4;
+        high_left[row][column] = element(lane[l]->high_a[i]);
+        low_left[row][column] = element(lane[l]->low_a[i]);
+      }
+      for (int i = 0; i < 2; ++i) {
+        high_right[in_group + i * 4][group] = element(lane[l]->high_b[i]);
+        low_right[in_group + i * 4][group] = element(lane[l]->low_b[i]);
+      }
+    }
+    Row sum[16];
+    for (int row = 0; row < 16; ++row) {
+      Row small = {}, large = {};
+      for (int k = 0; k < 8; ++k) {
+        small += low_left[row][k] * high_right[k] + high_left[row][k] * low_right[k];
+        large += high_left[row][k] * high_right[k];
+      }
+      sum[row] = small + large;
+    }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) lane[l]->d[i] += sum[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
   });
 }
 
