@@ -3,7 +3,7 @@
 Environment variables:
     TXL_BUILD_CUDA        auto (default): where nvcc is found and torch is a CUDA build; 0: no; 1: or fail
     TORCH_CUDA_ARCH_LIST  as torch's own builds have it: "8.0;9.0+PTX" (default: 8.0, 9.0 and 10.0, as far as
-                          nvcc knows them, and PTX of the last for parts to come)
+                          nvcc knows them, and PTX for the others and for parts to come)
     CUDACXX, CUDA_HOME    where nvcc is, if not on the PATH
 """
 
@@ -24,6 +24,8 @@ CLASSES = {"bf16": HEADS, "f16": HEADS, "f32": (64, 128)}
 
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
 OLDEST = 80  # cp.async, mma of bfloat16
+# One PTX serves every part, as no kernel has instructions that only later ones know: a third less to compile.
+PTX = f"compute_{OLDEST}"
 FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
 
@@ -37,16 +39,11 @@ def units() -> list[tuple[str, int]]:
 class Toolkit:
     nvcc: list[str]
     version: str  # "13.0"
-    codes: tuple[str, ...]  # "sm_80", ..., "compute_100"
+    codes: tuple[str, ...]  # "sm_80", ..., PTX
 
     @property
     def flags(self) -> list[str]:
-        """-gencode for every target."""
-        options = []
-        for code in self.codes:
-            number = code.split("_")[1]
-            options += ["-gencode", f"arch=compute_{number},code={code}"]
-        return options
+        return ["-gencode", f"arch={PTX},code=[{','.join(self.codes)}]"]
 
 
 def find_nvcc() -> list[str] | None:
@@ -77,10 +74,10 @@ def find_codes(nvcc: list[str]) -> tuple[str, ...]:
         elif f"sm_{number}" not in known:
             raise PlatformError(f"TORCH_CUDA_ARCH_LIST has {arch}, which {nvcc[0]} does not know.")
         else:
-            codes += [f"sm_{number}"] + [f"compute_{number}"] * bool(match[4])
+            codes += [f"sm_{number}"] + [PTX] * bool(match[4])
     if not asked:
         codes = [code for arch in DEFAULT_ARCHS if (code := f"sm_{arch.replace('.', '')}") in known]
-        codes.append(codes[-1].replace("sm", "compute"))
+        codes.append(PTX)
     if not codes:
         raise PlatformError(f"TORCH_CUDA_ARCH_LIST={' '.join(asked)!r} has nothing from sm_{OLDEST} on.")
     return tuple(dict.fromkeys(codes))
