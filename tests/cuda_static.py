@@ -98,51 +98,46 @@ for L in (1, 20):
     return {short(kernel): (int(threads), int(shared)) for kernel, threads, shared in lines}
 
 
-def compile_class(element: str, head: int, arch: int) -> list[Report]:
-    """The kernels of one element and class of head dimensions."""
+def compile_class(element: str, head: int, archs: tuple[int, ...]) -> list[Report]:
+    """The kernels of one element and class of head dimensions, by way of the PTX that serves every part."""
     nvcc = cuda_build.find_nvcc()
     if nvcc is None:
         raise FileNotFoundError("nvcc was not found")
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernels.cubin"
+        ptx, cubin = (Path(folder) / f"kernels.{suffix}" for suffix in ("ptx", "cubin"))
+        defines = [f"-DTXL_ELEMENT={element}", f"-DTXL_HEAD={head}"]
         subprocess.run(
             [
-                *(*nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin),
-                *(f"-DTXL_ELEMENT={element}", f"-DTXL_HEAD={head}", ROOT / "csrc" / "cuda" / "kernels.cu"),
+                *(*nvcc, "-std=c++17", "-O3", f"-arch={cuda_build.PTX}", *defines),
+                *("-ptx", "-o", ptx, ROOT / "csrc" / "cuda" / "kernels.cu"),
             ],
             check=True,
         )
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-        code = _tool("nvdisasm", "--print-code", str(cubin))
+        found = []
+        for arch in archs:
+            subprocess.run([*nvcc, "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin, ptx], check=True)
+            found += read_cubin(cubin, element, head, arch)
+    return found
+
+
+def read_cubin(cubin: Path, element: str, head: int, arch: int) -> list[Report]:
+    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    code = _tool("nvdisasm", "--print-code", str(cubin))
     reports = []
     for name, registers, stack in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", usage):
         readable = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
-        kernel = re.search(r"entry<(.*)>\(", short(readable))
-        if kernel is None:
+        match = re.search(r"entry<(.*)>\(", short(readable))
+        if match is None:
             raise ValueError(f"{readable} is no kernel of ours")
-        known = launches(element, head).get(kernel[1].strip())
+        kernel = match[1].strip()
+        known = launches(element, head).get(kernel)
         if known is None:
-            raise ValueError(
-                f"{kernel[1]} is compiled and never launched, of {list(launches(element, head))}"
-            )
-        section = code[code.index(f".section\t.text.{name},") :]
-        section = section.split("\t.section\t", 1)[0]
-        whole, *loops = _loops(NVIDIA, section)
+            raise ValueError(f"{kernel} is compiled and never launched")
         threads, shared = known
-        reports.append(
-            Report(
-                kernel[1].strip(),
-                element,
-                head,
-                arch,
-                int(registers),
-                int(stack),
-                shared,
-                threads,
-                whole,
-                tuple(loops),
-            )
-        )
+        section = code[code.index(f".section\t.text.{name},") :]
+        whole, *loops = _loops(NVIDIA, section.split("\t.section\t", 1)[0])
+        sizes = (int(registers), int(stack), shared, threads)
+        reports.append(Report(kernel, element, head, arch, *sizes, whole, tuple(loops)))
     return sorted(reports, key=lambda report: report.kernel)
 
 
@@ -150,16 +145,15 @@ def reports(elements=tuple(DTYPES), heads=cuda_build.HEADS, archs=ARCHS, jobs: i
     classes = [(e, head) for e in elements for head in cuda_build.CLASSES[e] if head in heads]
     for element, head in classes:
         launches(element, head)  # builds the emulation, once
-    todo = [(*pair, arch) for pair in classes for arch in archs]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        done = pool.map(lambda case: compile_class(*case), todo)
-        return [report for part in tqdm(done, total=len(todo), unit="class") for report in part]
+        done = pool.map(lambda pair: compile_class(*pair, archs), classes)
+        return [report for part in tqdm(done, total=len(classes), unit="class") for report in part]
 
 
 PREAMBLE = """# The CUDA kernels as compiled
 
-By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, without a GPU. float16's kernels
-are bfloat16's with other names of instructions.
+By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, without a GPU.
+float16's kernels are bfloat16's with other names of instructions.
 
 * **registers** and **stack** (bytes) per thread, **shared**: KiB per block, **blocks** of a kernel that fit
   into a multiprocessor.

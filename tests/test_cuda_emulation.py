@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parent / "cuda_emulation" / "test_emulation.cpp"
 COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++"))), None)
 
 RIGHT = [
-    *("product_bf16", "product_f16", "product_trans_bf16", "product_trans_f16", "shuffles", "pipeline"),
+    *("product_bf16", "product_f16", "product_f32", "product_trans_bf16", "product_trans_f16"),
+    *("shuffles", "pipeline"),
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
     *("same_in_any_order", "random_races", "global.copy_not_valid"),
 ]
@@ -22,6 +23,8 @@ RIGHT = [
 # Case: the error it must end with.
 FAULTS = {
     "product_wrong_index": "the product differs",
+    "product_wrong_index_f32": "the product differs",
+    "product_not_tf32": "mma_tf32x3: an operand is not a tf32: 3f800001",
     "product_no_barrier": r"race: shared read of 16 bytes at \+32 after a write by thread 2, no sync_warp or",
     "pipeline_no_wait": r"thread 127 .*: shared read of 16 bytes at \+496: copy not waited for, by thread 31",
     "pipeline_late_wait": "copy not waited for, by thread 31",

@@ -20,8 +20,8 @@ enum class Fault {
   ends_early,
 };
 
-// out[16, 8] = a[16, 16] b[16, 8] of one warp; `trans`: a and b are stored with the other dimension
-// contiguous.
+// out[16, 8] = a[16, k] b[k, 8] of one warp, k 16, or 8 of float32; `trans`: a and b are stored with the
+// other dimension contiguous, 16-bit elements.
 template <typename E, bool trans, Fault fault = Fault::none>
 struct Product {
   struct Params {
@@ -34,12 +34,13 @@ struct Product {
   static TXL_DEVICE void run(const Params& p) {
     const uint32_t a_shared = shared_base(), b_shared = a_shared + 16 * 32;
     const int l = lane();
-    copy_async_16(a_shared + 16 * l, p.a + 8 * l, true);
+    constexpr int kWord = 4 / sizeof(E);  // elements
+    copy_async_16(a_shared + 16 * l, p.a + 4 * kWord * l, true);
     if (trans) {
-      copy_async_8(b_shared + 8 * l, p.b + 4 * l, true);
+      copy_async_8(b_shared + 8 * l, p.b + 2 * kWord * l, true);
     } else {
-      copy_async_4(b_shared + 4 * l, p.b + 2 * l, true);
-      copy_async_4(b_shared + 128 + 4 * l, p.b + 64 + 2 * l, true);
+      copy_async_4(b_shared + 4 * l, p.b + kWord * l, true);
+      copy_async_4(b_shared + 128 + 4 * l, p.b + kWord * (32 + l), true);
     }
     commit_copies();
     wait_copies<0>();
@@ -229,8 +230,8 @@ template <class... Kernels>
 void launch_each() {
   (launch<Kernels>(1, Kernels::kShared, {}, nullptr), ...);
 }
-template void launch_each<Product<bf16, false>, Product<f16, false>, Product<bf16, true>, Product<f16, true>,
-                          Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
+template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32, false>, Product<bf16, true>,
+                          Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
 
 }  // namespace txl::cuda
 
@@ -261,21 +262,23 @@ static void writable(const char* name, std::vector<T>& v) {
   emulation::global_memory.add_writable(name, v.data(), v.size() * sizeof(T));
 }
 
+// Small integers, up to these: every sum is exact, in any order.
 template <typename E, bool trans, Fault fault = Fault::none>
-static void product() {
+static void product(int left_limit, int right_limit) {
   using K = Product<E, trans, fault>;
-  // Small integers: every sum is exact, in any order.
-  float left[16][16], right[16][8];
-  std::vector<E> a(256), b(128);
+  constexpr int kDepth = 32 / sizeof(E);
+  float left[16][kDepth], right[kDepth][8];
+  std::vector<E> a(16 * kDepth), b(8 * kDepth);
   std::vector<float> out(128);
-  for (int k = 0; k < 16; ++k) {
+  const auto draw = [](int limit) { return static_cast<float>(random_below(2 * limit + 1) - limit) / 4; };
+  for (int k = 0; k < kDepth; ++k) {
     for (int m = 0; m < 16; ++m) {
-      left[m][k] = static_cast<float>(random_below(65) - 32) / 4;
-      a[trans ? 16 * k + m : 16 * m + k] = from_float<E>(left[m][k]);
+      left[m][k] = draw(left_limit);
+      a[trans ? 16 * k + m : kDepth * m + k] = from_float<E>(left[m][k]);
     }
     for (int n = 0; n < 8; ++n) {
-      right[k][n] = static_cast<float>(random_below(65) - 32) / 4;
-      b[trans ? 8 * k + n : 16 * n + k] = from_float<E>(right[k][n]);
+      right[k][n] = draw(right_limit);
+      b[trans ? 8 * k + n : kDepth * n + k] = from_float<E>(right[k][n]);
     }
   }
   readable("a", a);
@@ -285,11 +288,35 @@ static void product() {
   for (int m = 0; m < 16; ++m) {
     for (int n = 0; n < 8; ++n) {
       float sum = 0;
-      for (int k = 0; k < 16; ++k) sum += left[m][k] * right[k][n];
+      for (int k = 0; k < kDepth; ++k) sum += left[m][k] * right[k][n];
       require(out[8 * m + n] == 1 + 2 * sum, "the product differs");
     }
   }
 }
+
+template <typename E, bool trans, Fault fault = Fault::none>
+static void product() {
+  product<E, trans, fault>(32, 32);
+}
+
+// Two more bits than a tf32 has, on one side and on the other.
+static void product_f32() {
+  product<f32, false>(8191, 16);
+  emulation::global_memory.clear();
+  product<f32, false>(16, 8191);
+}
+
+struct NotTf32 {
+  struct Params {};
+  static constexpr int kThreads = 32;
+
+  static TXL_DEVICE void run(const Params&) {
+    const uint32_t a[4] = {0x3f800001u, 0, 0, 0}, b[2] = {};
+    float d[4] = {};
+    mma_tf32x3(d, a, a, b, b);
+  }
+};
+static void product_not_tf32() { launch<NotTf32>(1, 0, {}, nullptr); }
 
 static void shuffles() {
   std::vector<float> f(64);
@@ -405,6 +432,14 @@ static void conversions() {
   require(to_float(f16{0x3555}) == 0x1.554p-2f && to_float(f16{1}) == 0x1p-24f, "from f16");
   require(from_float<f16>(65519.99f).bits == 0x7bff && from_float<f16>(65520).bits == 0x7c00, "f16 overflow");
   require(from_float<bf16>(3.4e38f).bits == 0x7f80, "bf16 overflow");
+  for (const float v : x) {
+    if (std::isnan(v)) continue;
+    const float high = emulation::float_of(tf32(v)), step = std::ldexp(1.0f, std::ilogb(v) - 10);
+    // To the nearest of 10 explicit bits, away from zero from halfway on; below the normal numbers, by bits.
+    const bool normal = std::isfinite(v) && std::fabs(v) >= 0x1p-120f && std::fabs(v) < 0x1p126f;
+    if (normal) require(high == std::round(v / step) * step, "to tf32");
+  }
+  require(std::isnan(emulation::float_of(tf32(NAN))) && tf32(INFINITY) == 0x7f800000u, "tf32, not finite");
   require(pack<bf16>(1, -2) == 0xc0003f80u && pack<f16>(1, -2) == 0xc0003c00u, "pack");
 
   const float inf = std::numeric_limits<float>::infinity();
@@ -661,9 +696,12 @@ static void run_case(const std::string& name) {
   } cases[] = {
       {"product_bf16", product<bf16, false>},
       {"product_f16", product<f16, false>},
+      {"product_f32", product_f32},
       {"product_trans_bf16", product<bf16, true>},
       {"product_trans_f16", product<f16, true>},
       {"product_wrong_index", product<bf16, false, Fault::wrong_index>},
+      {"product_wrong_index_f32", product<f32, false, Fault::wrong_index>},
+      {"product_not_tf32", product_not_tf32},
       {"product_no_barrier", product<f16, false, Fault::no_barrier>},
       {"shuffles", shuffles},
       {"pipeline", [] { pipeline(); }},
