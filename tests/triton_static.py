@@ -191,8 +191,9 @@ class Vendor:
 NVIDIA = Vendor(
     label=re.compile(r"(\.L_x_\d+):"),
     instruction=re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)"),
-    branch=re.compile(r"BRA\b"),
-    always=lambda i: not i.guarded and i.operands.lstrip().startswith("`("),
+    # For sm_80 a far branch that is guarded is written as a call, of a label within the function.
+    branch=re.compile(r"(BRA|CALL\.REL\.NOINC)\b"),
+    always=lambda i: i.name == "BRA" and not i.guarded and i.operands.lstrip().startswith("`("),
     end=re.compile(r"(EXIT|RET)\b"),
     kinds={
         "tensor": re.compile(r"HMMA|HGMMA|UTC\w*MMA"),

@@ -24,7 +24,7 @@ struct DqKernel {
   static constexpr int kBandPitch = kBand + 8;  // words, as in forward
   // The gradient of the band lies where the band was. Bytes, an odd number of 16; or of 32, which are read by
   // pairs.
-  static constexpr int kSlopePitch = static_cast<int>(sizeof(E)) * (kBand + 8);
+  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * (kBand + 8);
   static_assert(kHead % 16 == 0 && BN % 16 == 0 && kSlopePitch <= 4 * kBandPitch, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
@@ -321,7 +321,6 @@ struct DqKernel {
     if (lowest_row(j0) < 0 || lowest_row(j0) + BM + BN - 1 > p.N) take_clamped(ds, j0);
     if (!follows_band(j0)) slope_carry = {};
     sync_warp();  // the band was read
-    constexpr int kBytes = sizeof(E);
     store_carried();
     sync_warp();  // where both write, in the carried columns, dS is to stay
     const uint32_t first = own_slope(15 - opaque(lane()) / 4);
@@ -345,7 +344,7 @@ struct DqKernel {
   // Where the band's gradient has what an accumulator holds of the lane's first query, of columns c to c + 7.
   TXL_DEVICE uint32_t own_slope(int c) const {
     const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2 + c;
-    return slope() + static_cast<uint32_t>(row * kSlopePitch + column * static_cast<int>(sizeof(E)));
+    return slope() + static_cast<uint32_t>(row * kSlopePitch + column * kBytes);
   }
 
   // Two neighbours, to an address that need not be a multiple of both.
@@ -365,8 +364,7 @@ struct DqKernel {
     TXL_UNROLL_GPU
     for (int n = 0; n < 2; ++n)
       for (int y = 0; y < 2; ++y) {
-        const uint32_t at =
-            own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 8 * static_cast<int>(sizeof(E)));
+        const uint32_t at = own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 8 * kBytes);
         if constexpr (is_half<E>)
           store_shared(at, slope_carry.part[0].r[2 * n + y]);
         else

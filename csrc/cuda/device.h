@@ -433,14 +433,7 @@ TXL_DEVICE E from_float(float x) {
 }
 TXL_DEVICE float to_float(f32 x) { return x; }
 
-// Both elements of a register; lane of the warp, warp of the block.
-template <typename E>
-TXL_DEVICE float2 unpack(uint32_t x) {
-  static_assert(is_half<E>, "bf16 or f16");
-  return {to_float(E{static_cast<uint16_t>(x)}), to_float(E{static_cast<uint16_t>(x >> 16)})};
-}
-
-TXL_DEVICE int lane() { return thread_index() & 31; }
-TXL_DEVICE int warp() { return thread_index() >> 5; }
+TXL_DEVICE int lane() { return thread_index() & 31; }  // of the warp
+TXL_DEVICE int warp() { return thread_index() >> 5; }  // of the block
 
 }  // namespace txl::cuda

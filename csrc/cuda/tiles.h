@@ -200,9 +200,10 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<E, kHead> rows, F
   const Corner corner = corner_b();
   const auto add_step = [&](int d) {
     Fragment a_d = a(d);
-    if constexpr (kHeld &&
-                  !is_half<E>)  // or it is split into two for all tiles, and needs twice the registers
+    if constexpr (kHeld && !is_half<E>) {
+      // Else it is split into two once and for all tiles, and needs twice the registers.
       for (uint32_t& x : a_d.r) x = opaque(x);
+    }
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; n += 2) {
       const uint32_t address = rows.at(row_of(n * 8) + corner.row, kStep<E> * d + kPiece<E> * corner.piece);
@@ -221,7 +222,7 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<E, kHead> rows, F
   if constexpr (kHeld || is_half<E>) {
     TXL_UNROLL_GPU
     for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
-  } else {  // of float32 a step is long enough
+  } else {  // steps of float32 are long as they are
     TXL_UNROLL_GPU_TWO
     for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
   }

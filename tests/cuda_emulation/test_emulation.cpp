@@ -209,13 +209,12 @@ struct Convert {
     store_shared(address, bf16{load_global(reinterpret_cast<const uint16_t*>(p.x) + 2 * t + 1)});
     store_global(p.sums + t, x2.x + x4.y + to_float(load_shared<bf16>(address)));
 
-    const float2 both = unpack<bf16>(pack<bf16>(x, -x));
-    store_shared(address, both);
+    store_shared(address, float2{to_float(from_float<bf16>(x)), to_float(from_float<bf16>(-x))});
     const uint2 two = load_shared<uint2>(address);
     store_shared(address, uint4{two.x, two.y, 0, 0});
     const uint4 four = load_shared<uint4>(address);
     store_global(p.packed_bf16 + t, pack<bf16>(bits<float>(four.x), bits<float>(four.y)));
-    store_global(p.packed_f16 + t, pack<f16>(unpack<f16>(pack<f16>(x, 1)).x, -1));
+    store_global(p.packed_f16 + t, pack<f16>(to_float(from_float<f16>(x)), -1));
   }
 };
 

@@ -1,0 +1,114 @@
+"""The CUDA kernels by the oldest compiler that they promise to work with, CUDA 12.4's: its run-time compiler,
+which has nvcc's front end and optimiser, and its assembler. PyPI has packages of these, not of nvcc itself:
+
+    pip install nvidia-cuda-{nvrtc,nvcc,runtime}-cu12==12.4.*
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import EMULATED, ROOT
+
+sys.path.insert(0, str(ROOT / "csrc"))
+import cuda_build
+
+RELEASE = "12.4."
+ARCHS = (86, 89)  # those that nothing else compiles for
+UNITS = [("bf16", 64), ("bf16", 256), ("f32", 64)]  # held operands, read ones, and the other element
+
+# The run-time compiler has none of the standard library's headers.
+HEADERS = {
+    "cmath": "namespace std { using ::nearbyint; }",
+    "cstring": "",
+    "cstdint": """
+        typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;
+        typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;
+        typedef unsigned long uint64_t, uintptr_t;""",
+    "type_traits": """
+        namespace std {
+        template <class T, T x> struct integral_constant { static constexpr T value = x; };
+        using true_type = integral_constant<bool, true>;
+        using false_type = integral_constant<bool, false>;
+        template <class A, class B> constexpr bool is_same_v = false;
+        template <class A> constexpr bool is_same_v<A, A> = true;
+        }""",
+}
+
+
+def folder_of(part: str) -> Path:
+    """Of a package. The test is skipped if it is not there, or is another release's."""
+    name = f"nvidia-cuda-{part}-cu12"
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"no {name}: pip install {name}=={RELEASE}*")
+    if not distribution.version.startswith(RELEASE):
+        pytest.skip(f"{name} is {distribution.version}, not {RELEASE}*")
+    return Path(distribution.locate_file("nvidia")) / f"cuda_{part}"
+
+
+def kernels(element: str, head: int) -> list[str]:
+    """Those that csrc/cuda/kernels.cu launches."""
+    found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
+    for dropout in ("false", "true"):
+        found += [f"ForwardOf<{element}, {head}, {warps}, {dropout}>" for warps in (1, 4)]
+        found += [f"BackwardOf<{element}, {head}, {dropout}>::{name}" for name in ("Dq", "DkDv", "Dr")]
+    return found
+
+
+def compile_to_ptx(folder: Path, element: str, head: int) -> bytes:
+    libraries = folder_of("nvrtc") / "lib"
+    ctypes.CDLL(str(libraries / "libnvrtc-builtins.so.12.4"), ctypes.RTLD_GLOBAL)
+    nvrtc = ctypes.CDLL(str(libraries / "libnvrtc.so.12"))
+    for name, text in HEADERS.items():
+        (folder / name).write_text(text)
+    includes = [
+        folder,
+        ROOT / "csrc" / "cuda",
+        *(folder_of(part) / "include" for part in ("runtime", "nvcc")),
+    ]
+    options = ["-default-device", "-std=c++17", f"-arch={cuda_build.PTX}", *(f"-I{x}" for x in includes)]
+
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def text(of: str) -> bytes:
+        assert getattr(nvrtc, f"nvrtcGet{of}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(nvrtc, f"nvrtcGet{of}")(program, buffer) == 0
+        return buffer.value
+
+    source = b'#include "backward.h"\n#include "forward.h"\nusing namespace txl::cuda;\n'
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    try:
+        for kernel in kernels(element, head):
+            assert nvrtc.nvrtcAddNameExpression(program, f"entry<{kernel}>".encode()) == 0
+        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        assert nvrtc.nvrtcCompileProgram(program, len(options), arguments) == 0, text("ProgramLog").decode()
+        return text("PTX")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(EMULATED, reason="TXL_CUDA_EMULATION: there is nothing to compile")
+@pytest.mark.parametrize("element, head", UNITS)
+def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head):
+    ptx, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
+    ptx.write_bytes(compile_to_ptx(tmp_path, element, head))
+    ptxas = folder_of("nvcc") / "bin" / "ptxas"
+    for arch in ARCHS:
+        command = [ptxas, f"-arch=sm_{arch}", "-O3", "-v", ptx, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        readable = subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True, check=True)
+        spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
+        assert len(spills) == len(kernels(element, head))
+        if head in (64, 128):  # as test_cuda_static.py asks of nvcc's
+            assert not [name for name, count in spills if int(count) > 8 and not name.endswith("true>")]
