@@ -55,7 +55,7 @@ def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float32 and head_dim > _FLOAT32_HEAD:
-        return f"D = {head_dim} > {_FLOAT32_HEAD} in float32; backend='triton' may serve it"
+        return f"it needs D <= {_FLOAT32_HEAD} in float32, q has {head_dim}; backend='triton' may serve it"
     widest = _WIDE_ROW // dtype.itemsize
     if head_dim > widest and _shared_bytes(device) < _WIDE_SHARED_BYTES:
         return (
