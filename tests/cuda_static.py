@@ -158,7 +158,7 @@ float16's kernels are bfloat16's with other names of instructions.
 * **registers** and **stack** (bytes) per thread, **shared**: KiB per block, **blocks** of a kernel that fit
   into a multiprocessor.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
-  cores, **local**: loads and stores of spilled registers. All 0 where a loop was not recognised as one.
+  cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
