@@ -48,7 +48,6 @@ class Report:
     stack: int  # bytes per thread: spilled registers, arrays that are indexed at run time
     shared: int  # bytes per block
     threads: int
-    whole: Counts
     loops: tuple[Counts, ...]  # those over tiles
 
     @property
@@ -135,9 +134,9 @@ def read_cubin(cubin: Path, element: str, head: int, arch: int) -> list[Report]:
             raise ValueError(f"{kernel} is compiled and never launched")
         threads, shared = known
         section = code[code.index(f".section\t.text.{name},") :]
-        whole, *loops = _loops(NVIDIA, section.split("\t.section\t", 1)[0])
+        _, *loops = _loops(NVIDIA, section.split("\t.section\t", 1)[0])
         sizes = (int(registers), int(stack), shared, threads)
-        reports.append(Report(kernel, element, head, arch, *sizes, whole, tuple(loops)))
+        reports.append(Report(kernel, element, head, arch, *sizes, tuple(loops)))
     return sorted(reports, key=lambda report: report.kernel)
 
 
