@@ -141,6 +141,7 @@ def test_results_of_the_cpu_kernels_are_poisoned(dtype, monkeypatch):
     """With kernels that write nothing, all that txl_kernels.cpu allocates is NaN: what a kernel leaves
     out is seen."""
     from txl_kernels import cpu
+    from txl_kernels.registry import Inputs, Options
 
     class NoKernels:
         class cpu_forward:
@@ -151,8 +152,8 @@ def test_results_of_the_cpu_kernels_are_poisoned(dtype, monkeypatch):
     assert cpu.unavailable() is None
     tensors = inputs(B=2, L=4, K=6, dtype=dtype)
     monkeypatch.setattr(torch.ops, "txl_kernels", NoKernels)
-    arguments = (*tensors.values(), None, None, True, -1, -1, 5, 1.0, 0.0)
+    arguments = Inputs(*tensors.values(), None, None), Options(True, -1, -1, 5, 1.0, 0.0)
     out, lse = cpu.forward(*arguments)
-    gradients = cpu.backward(out, *arguments[:8], out, lse, *arguments[8:])
+    gradients = cpu.backward(out, arguments[0], out, lse, arguments[1])
     for t in (out, lse, *gradients):
         assert t.numel() > 0 and t.isnan().all()

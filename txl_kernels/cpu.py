@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library, new_gradients
+from txl_kernels.registry import (
+    Gradients,
+    Inputs,
+    Options,
+    contiguous_rows,
+    load_library,
+    new_gradients,
+    new_results,
+    wanted,
+)
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -31,9 +40,7 @@ def unavailable() -> str | None:
 
 
 def _load() -> str | None:
-    return load_library(
-        _LIBRARY, "C++", ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout"), _MEND
-    )
+    return load_library(_LIBRARY, "C++", _OPS, _MEND)
 
 
 def takes(x: Tensor) -> bool:
@@ -62,98 +69,25 @@ def details() -> dict[str, str]:
     return {"level": torch.ops.txl_kernels.cpu_level(), "levels": torch.ops.txl_kernels.cpu_levels()}
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
-    out = dense_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
-    if out.numel() != 0:
-        torch.ops.txl_kernels.cpu_forward.default(
-            contiguous_rows(q),
-            contiguous_rows(k),
-            contiguous_rows(v),
-            contiguous_rows(r),
-            compact(bias_u),
-            compact(bias_v),
-            compact(key_range),
-            dropout_seed,
-            causal,
-            window_left,
-            window_right,
-            r_zero,
-            scale,
-            dropout_p,
-            out,
-            lse,
-        )
+    out, lse = new_results(inputs.q)
+    torch.ops.txl_kernels.cpu_forward.default(*inputs.prepared(), *options, out, lse)
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    dq, dk, dv, dr, du, dv_bias = new_gradients(q, k, v, r, bias_u, bias_v)
-    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
-        for gradient in (dk, dv, dr, du, dv_bias):
-            gradient.zero_()
-    else:
-        torch.ops.txl_kernels.cpu_backward.default(
-            contiguous_rows(dout),
-            contiguous_rows(q),
-            contiguous_rows(k),
-            contiguous_rows(v),
-            contiguous_rows(r),
-            compact(bias_u),
-            compact(bias_v),
-            compact(key_range),
-            dropout_seed,
-            contiguous_rows(out),
-            lse.contiguous(),
-            causal,
-            window_left,
-            window_right,
-            r_zero,
-            scale,
-            dropout_p,
-            dq,
-            dk,
-            dv,
-            dr,
-            None if bias_u is None else du,
-            None if bias_v is None else dv_bias,
-        )
-    return dq, dk, dv, dr, du, dv_bias
+    gradients = new_gradients(inputs)
+    torch.ops.txl_kernels.cpu_backward.default(
+        contiguous_rows(dout),
+        *inputs.prepared(),
+        contiguous_rows(out),
+        lse.contiguous(),
+        *options,
+        *wanted(inputs, gradients),
+    )
+    return gradients
 
 
 def layers(

@@ -13,7 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import compact, contiguous_rows, dense_like, load_library, new_gradients
+from txl_kernels.registry import (
+    Gradients,
+    Inputs,
+    Options,
+    contiguous_rows,
+    load_library,
+    new_gradients,
+    new_results,
+    wanted,
+)
 
 NAME = "cuda"
 
@@ -94,8 +103,8 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if _EMULATION else torch.cuda.device(device)
 
 
-def _check_sizes(k: Tensor, r: Tensor) -> None:
-    for name, x in (("k", k), ("r", r)):
+def _check_sizes(inputs: Inputs) -> None:
+    for name, x in (("k", inputs.k), ("r", inputs.r)):
         if x.shape[-2] >= _MAX_SIZE:
             raise ValueError(
                 f"{name}: got {x.shape[-2]} rows; backend 'cuda' counts them in 32 bits and needs fewer than "
@@ -103,108 +112,34 @@ def _check_sizes(k: Tensor, r: Tensor) -> None:
             )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
-    _check_sizes(k, r)
-    B, H, L, D = q.shape
-    out, lse = dense_like(q), torch.empty(B, H, L, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+    _check_sizes(inputs)
+    q, (B, H, L, D) = inputs.q, inputs.q.shape
+    out, lse = new_results(q)
     # Too few blocks of queries for the GPU: share out the keys too, and merge what they found.
     blocks = -(-L // (_DECODE_QUERIES if L <= _DECODE_QUERIES else 64)) * B * H
-    splits = max(1, min(4 * _processors(q.device) // blocks, k.shape[2] // _SPLIT_KEYS))
+    splits = max(1, min(4 * _processors(q.device) // blocks, inputs.k.shape[2] // _SPLIT_KEYS))
     parts = q.new_empty(splits, B * H * L * (D + 1), dtype=torch.float32) if splits > 1 else None
     with _on(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
-            contiguous_rows(q),
-            contiguous_rows(k),
-            contiguous_rows(v),
-            contiguous_rows(r),
-            compact(bias_u),
-            compact(bias_v),
-            compact(key_range),
-            dropout_seed,
-            causal,
-            window_left,
-            window_right,
-            r_zero,
-            scale,
-            dropout_p,
-            out,
-            lse,
-            parts,
-            splits,
-            _stream(q.device),
+            *inputs.prepared(), *options, out, lse, parts, splits, _stream(q.device)
         )
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    _check_sizes(k, r)
-    dq, dk, dv, dr, du, dv_bias = new_gradients(q, k, v, r, bias_u, bias_v)
-    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
-        for gradient in (dk, dv, dr, du, dv_bias):
-            gradient.zero_()
-    else:
-        with _on(q.device):
-            torch.ops.txl_kernels.cuda_backward.default(
-                contiguous_rows(dout),
-                contiguous_rows(q),
-                contiguous_rows(k),
-                contiguous_rows(v),
-                contiguous_rows(r),
-                compact(bias_u),
-                compact(bias_v),
-                compact(key_range),
-                dropout_seed,
-                contiguous_rows(out),
-                lse.contiguous(),
-                causal,
-                window_left,
-                window_right,
-                r_zero,
-                scale,
-                dropout_p,
-                dq,
-                dk,
-                dv,
-                dr,
-                None if bias_u is None else du,
-                None if bias_v is None else dv_bias,
-                _stream(q.device),
-            )
-    return dq, dk, dv, dr, du, dv_bias
+    _check_sizes(inputs)
+    gradients, device = new_gradients(inputs), inputs.q.device
+    with _on(device):
+        torch.ops.txl_kernels.cuda_backward.default(
+            contiguous_rows(dout),
+            *inputs.prepared(),
+            contiguous_rows(out),
+            lse.contiguous(),
+            *options,
+            *wanted(inputs, gradients),
+            _stream(device),
+        )
+    return gradients

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from txl_kernels import registry
+from txl_kernels.registry import Gradients, Inputs, Options
 
 # `api.rel_attention` has validated the arguments and filled in every default. Only the backend may still be
 # None: it is chosen when an op runs, so an exported graph runs on what its machine has.
@@ -23,7 +24,7 @@ _OPTIONS = (
     "bool causal, SymInt window_left, SymInt window_right, SymInt r_zero, float scale, float dropout_p, "
     "str? backend"
 )
-_N_INPUTS, _N_OPTIONS = 8, 7
+_N_INPUTS, _N_OPTIONS = len(Inputs._fields), len(Options._fields) + 1
 
 _lib = torch.library.Library("txl_kernels", "FRAGMENT")
 _lib.define(f"rel_attention({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
@@ -55,16 +56,25 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     return _forward(*args)
 
 
+def _choose(backend: str | None, q: Tensor) -> registry.Backend:
+    return registry.choose(backend, q.device, q.dtype, q.shape[-1])
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    *arguments, backend = args
-    q = args[0]
-    return registry.choose(backend, q.device, q.dtype, q.shape[-1]).forward(*arguments)
+    inputs, options = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS:-1])
+    backend = _choose(args[-1], inputs.q)
+    return registry.new_results(inputs.q) if inputs.q.numel() == 0 else backend.forward(inputs, options)
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    *arguments, backend = args
-    q = args[1]
-    return registry.choose(backend, q.device, q.dtype, q.shape[-1]).backward(*arguments)
+def _backward(dout: Tensor, *args: Any) -> Gradients:
+    inputs, (out, lse, *options, name) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
+    backend = _choose(name, inputs.q)
+    if inputs.q.numel() != 0:
+        return backend.backward(dout, inputs, out, lse, Options(*options))
+    gradients = registry.new_gradients(inputs)
+    for gradient in gradients:  # of keys, positions and biases that nobody used
+        gradient.zero_()
+    return gradients
 
 
 _lib.impl("rel_attention", _forward, "CompositeExplicitAutograd")
@@ -73,24 +83,12 @@ _lib.impl("rel_attention_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("txl_kernels::rel_attention", lib=_lib)
 def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    B, H, L, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return registry.dense_like(q), q.new_empty((B, H, L), dtype=lse_dtype)
+    return registry.new_results(q)
 
 
 @torch.library.register_fake("txl_kernels::rel_attention_backward", lib=_lib)
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    d_bias = (q.new_empty(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
-    return *(registry.dense_like(x) for x in (q, k, v, r)), *d_bias
+def _(dout: Tensor, *args: Any) -> Gradients:
+    return registry.new_gradients(Inputs(*args[:_N_INPUTS]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -106,9 +104,8 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | Non
     if dout is None:
         return (None,) * 6 + unused
     *inputs, out, lse = ctx.saved_tensors
-    *gradients, du, dv_bias = _rel_attention_backward(dout, *inputs, out, lse, *ctx.options)
-    bias_u, bias_v = inputs[4:6]
-    return *gradients, None if bias_u is None else du, None if bias_v is None else dv_bias, *unused
+    gradients = _rel_attention_backward(dout, *inputs, out, lse, *ctx.options)
+    return *registry.wanted(Inputs(*inputs), gradients), *unused
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,39 @@ class BackendUnavailable(RuntimeError):
     """A backend cannot serve the call. The message says why, and what to do about it."""
 
 
+class Inputs(NamedTuple):
+    """The tensors of a call, as `txl_kernels.rel_attention` describes them: validated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    r: Tensor
+    bias_u: Tensor | None
+    bias_v: Tensor | None
+    key_range: Tensor | None
+    dropout_seed: Tensor | None  # None: nothing is dropped
+
+    def prepared(self) -> tuple[Tensor | None, ...]:
+        """All of them, as C++ takes them: last dimensions contiguous, small tensors altogether."""
+        return *map(contiguous_rows, self[:4]), *map(compact, self[4:7]), self.dropout_seed
+
+
+class Options(NamedTuple):
+    """The numbers of a call: validated and complete."""
+
+    causal: bool
+    window_left: int
+    window_right: int
+    r_zero: int
+    scale: float
+    dropout_p: float
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class Backend(Protocol):
-    """What the module of a backend holds. Arguments are those of the ops: validated and complete."""
+    """What the module of a backend holds. There is at least one query in every call."""
 
     NAME: str
 
@@ -37,46 +68,11 @@ class Backend(Protocol):
     def details(self) -> dict[str, str]:
         """For the report: what was built and what is in use."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        r: Tensor,
-        bias_u: Tensor | None,
-        bias_v: Tensor | None,
-        key_range: Tensor | None,
-        dropout_seed: Tensor | None,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        r_zero: int,
-        scale: float,
-        dropout_p: float,
-    ) -> tuple[Tensor, Tensor]:
-        """out, lse."""
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        """out, lse: `new_results`, filled."""
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        r: Tensor,
-        bias_u: Tensor | None,
-        bias_v: Tensor | None,
-        key_range: Tensor | None,
-        dropout_seed: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        window_left: int,
-        window_right: int,
-        r_zero: int,
-        scale: float,
-        dropout_p: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv, dr, du, dv_bias; an absent bias has a gradient of no elements."""
+    def backward(self, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
+        """dq, dk, dv, dr, du, dv_bias: `new_gradients`, filled."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +169,16 @@ def dense_like(x: Tensor) -> Tensor:
     return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def new_gradients(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, bias_u: Tensor | None, bias_v: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def new_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised out [B, H, L, D] and lse [B, H, L]."""
+    return dense_like(q), q.new_empty(
+        q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32
+    )
+
+
+def new_gradients(inputs: Inputs) -> Gradients:
     """Uninitialised dq, dk, dv, dr, du and dv_bias; an absent bias has one of no elements."""
+    q, k, v, r, bias_u, bias_v, *_ = inputs
     du, dv_bias = (
         q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
         for bias in (bias_u, bias_v)
@@ -191,3 +193,9 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 def compact(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def wanted(inputs: Inputs, gradients: Gradients) -> tuple[Tensor | None, ...]:
+    """The gradients, None for that of an absent bias."""
+    *others, du, dv_bias = gradients
+    return *others, None if inputs.bias_u is None else du, None if inputs.bias_v is None else dv_bias

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from txl_kernels import philox
-from txl_kernels.registry import compact, contiguous_rows, dense_like
+from txl_kernels.registry import (
+    Gradients,
+    Inputs,
+    Options,
+    compact,
+    contiguous_rows,
+    new_gradients,
+    new_results,
+)
 from txl_kernels.triton import configs
 from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
 from txl_kernels.triton._forward import forward_kernel, merge_kernel
@@ -166,21 +174,11 @@ def _view(x: Tensor) -> View:
     return View(x, *x.stride()[:3]) if x.dim() == 4 else View(x, 0, *x.stride()[:2])
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    r: Tensor,
-    key_range: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Problem, dict[str, Any]]:
+def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]:
     """The problem, every number within 32 bits; and the constants that all kernels are compiled for."""
-    B, H, L, D = q.shape
-    K, N = k.shape[2], r.shape[1]
+    B, H, L, D = inputs.q.shape
+    K, N = inputs.k.shape[2], inputs.r.shape[1]
+    causal, window_left, window_right, r_zero, scale, dropout_p = options
     if max(K, N) >= _MAX_SIZE:
         raise ValueError(
             f"k: got K = {K} keys and N = {N} rows of r, backend 'triton' needs less than 2**28 of both"
@@ -193,7 +191,7 @@ def _problem(
     constants = dict(
         D=D,
         BD=configs.block_of_head(D),
-        HAS_RANGE=key_range is not None,
+        HAS_RANGE=inputs.key_range is not None,
         CLAMP=clamp,
         NEGATIVE=scale < 0,
         DROPOUT=dropout_p > 0,
@@ -202,30 +200,15 @@ def _problem(
     return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), constants
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
+    q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
     B, H, L, D = q.shape
     K = k.shape[2]
-    out = dense_like(q)
-    lse = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
-    if out.numel() == 0 or isinstance(q, FakeTensor):
+    out, lse = new_results(q)
+    if isinstance(q, FakeTensor):
         return out, lse
-    p, constants = _problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p)
+    p, constants = _problem(inputs, options)
 
     decode = L <= _DECODE_QUERIES
     if decode:
@@ -282,40 +265,19 @@ def _with_bias(q: Tensor, bias: Tensor | None) -> Tensor:
     return _rows(q if bias is None else q + bias[:, None])
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    bias_u: Tensor | None,
-    bias_v: Tensor | None,
-    key_range: Tensor | None,
-    dropout_seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    r_zero: int,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+    q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
     B, H, L, D = q.shape
     K, N = k.shape[2], r.shape[1]
-    dq, dk, dv, dr = dense_like(q), dense_like(k), dense_like(v), dense_like(r)
-    if q.numel() == 0:  # no query: keys, positions and biases that nobody used
-        du, dv_bias = (q.new_zeros(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
-        return dq, dk.zero_(), dv.zero_(), dr.zero_(), du, dv_bias
+    gradients = dq, dk, dv, dr, du, dv_bias = new_gradients(inputs)
     if isinstance(q, FakeTensor):
-        du, dv_bias = (q.new_empty(0 if bias is None else bias.shape) for bias in (bias_u, bias_v))
-        return dq, dk, dv, dr, du, dv_bias
-    p, constants = _problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p)
+        return gradients
+    p, constants = _problem(inputs, options)
     pairs = B * H * L * K
 
     q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
-    inputs = (
+    tensors = (
         *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
         compact(key_range),
         dropout_seed,
@@ -332,7 +294,7 @@ def backward(
             q.dtype,
             pairs,
             lambda tile: (triton.cdiv(L, tile.BM) * B * H,),
-            *inputs,
+            *tensors,
             _view(_rows(out)),
             lse,
             dout_view,
@@ -353,7 +315,7 @@ def backward(
             q.dtype,
             pairs,
             lambda tile: (triton.cdiv(K, tile.BN) * B * H,),
-            *inputs,
+            *tensors,
             lse,
             dout_view,
             delta,
@@ -376,7 +338,7 @@ def backward(
             q.dtype,
             pairs,
             lambda tile: (triton.cdiv(N, tile.BN) * H * splits,),
-            *inputs,
+            *tensors,
             lse,
             dout_view,
             delta,
@@ -389,8 +351,7 @@ def backward(
         if splits > 1:
             dr.copy_(part.sum(0))
 
-    du, dv_bias = (
-        q.new_empty(0) if bias is None else sums[n].to(bias.dtype, copy=True)
-        for n, bias in enumerate((bias_u, bias_v))
-    )
-    return dq, dk, dv, dr, du, dv_bias
+    for n, gradient in enumerate((du, dv_bias)):
+        if gradient.numel() > 0:
+            gradient.copy_(sums[n])
+    return gradients
