@@ -37,7 +37,9 @@ class Inputs(NamedTuple):
 
     def prepared(self) -> tuple[Tensor | None, ...]:
         """All of them, as C++ takes them: last dimensions contiguous, small tensors altogether."""
-        return *map(contiguous_rows, self[:4]), *map(compact, self[4:7]), self.dropout_seed
+        q, k, v, r, bias_u, bias_v, key_range, dropout_seed = self  # loops cost more than all of it
+        rows = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), contiguous_rows(r)
+        return *rows, compact(bias_u), compact(bias_v), compact(key_range), dropout_seed
 
 
 class Options(NamedTuple):
