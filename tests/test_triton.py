@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from txl_kernels import BackendUnavailable, philox, rel_attention
+from txl_kernels.registry import Inputs, Options
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -396,5 +397,6 @@ def test_float64_is_refused():
 
 def test_too_many_keys_for_32_bits():
     k = torch.empty(1, 1, 1, 1).expand(1, 1, 2**28, 1)
+    of = Inputs(k[:, :, :1], k, k, k[0, :, :1], None, None, None, None)
     with pytest.raises(ValueError, match=r"got K = 268435456.*less than 2\*\*28"):
-        backend._problem(k[:, :, :1], k, k[0, :, :1], None, True, -1, -1, 0, 1.0, 0.0)
+        backend._problem(of, Options(True, -1, -1, 0, 1.0, 0.0))
