@@ -111,4 +111,4 @@ def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head):
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
         assert len(spills) == len(kernels(element, head))
         if head in (64, 128):  # as test_cuda_static.py asks of nvcc's
-            assert not [name for name, count in spills if int(count) > 8 and not name.endswith("true>")]
+            assert not [name for name, count in spills if int(count) > 0 and not name.endswith("true>")]

@@ -7,16 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import (
-    Gradients,
-    Inputs,
-    Options,
-    contiguous_rows,
-    load_library,
-    new_gradients,
-    new_results,
-    wanted,
-)
+from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -34,13 +25,9 @@ def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _loaded, _reason
     if not _loaded:
-        _reason = _load()
+        _reason = load_library(_LIBRARY, "C++", _OPS, _MEND)
         _loaded = _reason is None
     return _reason
-
-
-def _load() -> str | None:
-    return load_library(_LIBRARY, "C++", _OPS, _MEND)
 
 
 def takes(x: Tensor) -> bool:
@@ -78,16 +65,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    gradients = new_gradients(inputs)
-    torch.ops.txl_kernels.cpu_backward.default(
-        contiguous_rows(dout),
-        *inputs.prepared(),
-        contiguous_rows(out),
-        lse.contiguous(),
-        *options,
-        *wanted(inputs, gradients),
-    )
-    return gradients
+    return run_backward(torch.ops.txl_kernels.cpu_backward.default, dout, inputs, out, lse, options)
 
 
 def layers(

@@ -13,16 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_kernels.registry import (
-    Gradients,
-    Inputs,
-    Options,
-    contiguous_rows,
-    load_library,
-    new_gradients,
-    new_results,
-    wanted,
-)
+from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
 
 NAME = "cuda"
 
@@ -131,15 +122,6 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
     _check_sizes(inputs)
-    gradients, device = new_gradients(inputs), inputs.q.device
+    op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with _on(device):
-        torch.ops.txl_kernels.cuda_backward.default(
-            contiguous_rows(dout),
-            *inputs.prepared(),
-            contiguous_rows(out),
-            lse.contiguous(),
-            *options,
-            *wanted(inputs, gradients),
-            _stream(device),
-        )
-    return gradients
+        return run_backward(op, dout, inputs, out, lse, options, _stream(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -195,6 +195,16 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 def compact(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def run_backward(
+    op: Any, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options, *more: Any
+) -> Gradients:
+    """The gradients by an op of C++, which may take more arguments at the end."""
+    gradients = new_gradients(inputs)
+    results = contiguous_rows(out), lse.contiguous()
+    op(contiguous_rows(dout), *inputs.prepared(), *results, *options, *wanted(inputs, gradients), *more)
+    return gradients
 
 
 def wanted(inputs: Inputs, gradients: Gradients) -> tuple[Tensor | None, ...]:
