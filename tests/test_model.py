@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from model_helpers import ADAPTIVE, VOCAB, B, in_segments, small_model, tokens
 from packaging.version import Version
 
-from txl_model import TransformerXL, TransformerXLConfig
+from txl_model import Memory, TransformerXL, TransformerXLConfig
 from txl_model.layers import Dropout, ReluDropout
 from txl_model.positions import last_rows, position_embedding
 
@@ -473,6 +473,54 @@ def test_compiled_blocks(fields, compiler):
         results.append((torch.stack(losses), out.logits))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def segments(backend, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
+    """Losses of six segments, each with the memory of those before, and the sums of their gradients.
+
+    With options for the compiler, of compiled blocks; with a dtype of 16 bits, under autocast."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, n_layer=2, n_head=2, d_model=64, d_head=32, d_inner=128, mem_len=64)
+    model = TransformerXL(TransformerXLConfig(**sizes, dropout=0.0), backend.name).to(backend.device)
+    for block in model.blocks if options else ():
+        block.compile(**options)
+    text = torch.randint(50, (4, 6 * 64 + 1), generator=torch.Generator().manual_seed(1)).to(backend.device)
+    memory, results = model.new_memory(4), {}
+    for start in range(0, 6 * 64, 64):  # compiled, recorded, replayed
+        stop = start + 64
+        with torch.autocast(backend.device, dtype, enabled=dtype != torch.float32):
+            out = model(text[:, start:stop], memory, text[:, start + 1 : stop + 1])
+        out.loss.backward()
+        results[f"loss {start}"] = out.loss.detach()
+        # A copy: CUDA graphs that are replayed write where their last results are.
+        copied = {name: t.clone() for name, t in out.memory.tensors().items()}
+        memory = Memory.restore(copied, out.memory.settings())
+    return results | {name: p.grad for name, p in model.named_parameters()}
+
+
+MODES = [
+    pytest.param(b, mode, id=f"{b.name}-{mode}", marks=b.marks or pytest.mark.slow)
+    for b in helpers.available()
+    for mode in ("default", "reduce-overhead")  # on a GPU the latter is CUDA graphs
+]
+
+
+@pytest.mark.parametrize("backend, mode", MODES)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own: that products could be in tf32, for one
+@pytest.mark.usefixtures("compiler_gives_up_aloud")
+def test_compiled_modes(backend, mode):
+    expected = segments(backend, torch.float32)
+    got = segments(backend, torch.float32, mode=mode, fullgraph=True)
+    for name, truth in expected.items():
+        torch.testing.assert_close(got[name], truth, rtol=1e-3, atol=1e-5, msg=f"{name} differs")
+
+
+@pytest.mark.parametrize("backend", helpers.each_backend(torch.bfloat16))
+def test_autocast_gradients(backend):
+    expected, got = segments(backend, torch.float32), segments(backend, torch.bfloat16)
+    for name, truth in expected.items():
+        # A ReLU whose input rounds to the other side of zero is most of it.
+        assert 0 < (got[name] - truth).norm() <= 0.1 * truth.norm(), name
 
 
 # ------------------------------------------------------------------------------------------------ convergence

@@ -26,7 +26,6 @@ from helpers import (
 
 from txl_kernels import rel_attention
 from txl_kernels.reference import reference
-from txl_model import Memory, TransformerXL, TransformerXLConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -297,58 +296,7 @@ def test_seed_drawn_in_a_graph(backend):
     assert not torch.equal(first, second)
 
 
-# ---- torch.compile, autocast -----------------------------------------------------------------------------
-
-
-def small_model(backend) -> TransformerXL:
-    config = TransformerXLConfig(
-        vocab_size=50, n_layer=2, n_head=2, d_model=64, d_head=32, d_inner=128, dropout=0.0, mem_len=64
-    )
-    torch.manual_seed(0)
-    return TransformerXL(config, backend.name).to(backend.device)
-
-
-def train(model: TransformerXL, forward, dtype: torch.dtype = f32) -> dict[str, torch.Tensor]:
-    """Losses of three segments, each with the memory of those before, and the sums of their gradients."""
-    device = model.bias_u.device
-    ids = torch.randint(50, (4, 3 * 64 + 1), generator=torch.Generator().manual_seed(1)).to(device)
-    memory, results = model.new_memory(4), {}
-    for start in range(0, 3 * 64, 64):
-        stop = start + 64
-        with torch.autocast(device.type, dtype, enabled=dtype != f32):
-            out = forward(ids[:, start:stop], memory, ids[:, start + 1 : stop + 1])
-        # A copy: replayed graphs write where their last results are.
-        memory = Memory(out.memory.mem_len, tuple(h.clone() for h in out.memory.hidden))
-        results[f"loss {start}"] = out.loss.detach().clone()
-        out.loss.backward()
-    results.update({name: p.grad.clone() for name, p in model.named_parameters()})
-    model.zero_grad()
-    return results
-
-
-@pytest.mark.filterwarnings("ignore")  # the compiler's own: that products could be in tf32, for one
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@each_backend
-def test_compiled_model(backend, mode):
-    """Without a graph break; reduce-overhead runs it as CUDA graphs."""
-    torch._dynamo.reset()
-    model = small_model(backend)
-    expected = train(model, model)
-    compiled = torch.compile(model, fullgraph=True, mode=mode)
-    for _ in range(3):
-        got = train(model, compiled)
-        for name, truth in expected.items():
-            torch.testing.assert_close(got[name], truth, rtol=1e-3, atol=1e-5, msg=f"{name} differs")
-    torch._dynamo.reset()
-
-
-@each_backend
-def test_autocast_model(backend):
-    model = small_model(backend)
-    expected, got = train(model, model), train(model, model, bf16)
-    for name, truth in expected.items():
-        # A ReLU whose input rounds to the other side of zero is most of it.
-        assert (got[name] - truth).norm() <= 0.1 * truth.norm(), name
+# ---- autocast --------------------------------------------------------------------------------------------
 
 
 @each_backend
