@@ -48,6 +48,24 @@ def trained(tmp_path_factory):
 # ----------------------------------------------------------------------------------------------- end to end
 
 
+@pytest.mark.slow
+def test_example(tmp_path):
+    command = [
+        sys.executable,
+        helpers.ROOT / "examples" / "train_bytes.py",
+        "--steps",
+        "80",
+        "--keep",
+        tmp_path / "new",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    learning = [float(bits) for bits in re.findall(r"valid ([\d.]+) bpc", done.stdout + done.stderr)]
+    assert len(learning) == 4 and learning == sorted(learning, reverse=True) and learning[-1] < 6
+    assert [int(row.split()[0]) for row in done.stdout.splitlines()[-5:]] == [0, 64, 128, 256, 512]
+    assert (tmp_path / "new" / "run" / "best").is_dir()
+
+
 def test_train_writes_a_run(trained):
     run = trained / "run"
     config = json.loads((run / "config.json").read_text())
