@@ -14,17 +14,10 @@
 
 namespace txl::cuda {
 
-// The kernels count rows and keys in 32 bits; beyond these limits nothing changes.
-inline Problem within_limits(Problem p) {
-  p.r_zero = larger(smaller(p.r_zero, p.K + p.N), -p.L);
-  p.window_left = smaller(p.window_left, p.K), p.window_right = smaller(p.window_right, p.L);
-  return p;
-}
-
 // Floats. Follows no pointer.
 template <typename E, int kHead>
 int64_t backward_workspace(const Problem& p) {
-  return Workspace(within_limits(p), sizeof(E), nullptr).floats;
+  return Workspace(p, sizeof(E), nullptr).floats;
 }
 
 // The tiles of a class of head dimensions. With rows of up to 256 bytes a block has less than 100 KiB of
@@ -53,9 +46,7 @@ struct Type {
 template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                     void* stream) {
-  const Problem limited = within_limits(p);
-  const BackwardParams params{limited, t, dropout_seed, Workspace(limited, sizeof(E), workspace),
-                              Workspace::clamps(limited)};
+  const BackwardParams params{p, t, dropout_seed, Workspace(p, sizeof(E), workspace), Workspace::clamps(p)};
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {

@@ -1,5 +1,5 @@
 // dq: a block owns 64 queries of a head, each of its warps 16 of them, and goes over the keys that they see
-// in tiles of BN, as forward does.
+// in tiles of BN, as forward does (query_block.h).
 //
 // The gradient of the band. Every element of a tile's dS belongs to one column of the band, one pair to each:
 // row y of a warp's 16 goes to 16 rows of shared memory from column 15 - y on, the opposite of forward's
@@ -9,69 +9,47 @@
 #pragma once
 
 #include "backward_tiles.h"
+#include "query_block.h"
 
 namespace txl::cuda {
 
-// kHeld: how many of q + u, q + v and dO are kept in registers; the others are read again for every tile.
+// kHeld: how many of q + u, q + v and dO, queries 0, 1 and 2, are kept in registers.
 template <typename E, int kHead, int BN, int kHeld, bool kDropout>
-struct DqKernel {
+struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   using Params = BackwardParams;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, BM = 16 * kWarps;
-  static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
-  static constexpr int kChunks = (BM + BN - 1) / BN + 1,
-                       kRing = kChunks + 1;     // of BN rows of r: in use, and one to come
-  static constexpr int kBand = 16 + BN;         // columns of the band that a warp reads
-  static constexpr int kBandPitch = kBand + 8;  // words, as in forward
+  using Block = QueryBlock<E, kHead, BN, 4, 3, kHeld>;
+  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::kKeyTiles, Block::kHeadTiles;
   // The gradient of the band lies where the band was. Bytes, an odd number of 16; or of 32, which are read by
   // pairs.
-  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * (kBand + 8);
-  static_assert(kHead % 16 == 0 && BN % 16 == 0 && kSlopePitch <= 4 * kBandPitch, "whole fragments");
+  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * (Block::kBand + 8);
+  static_assert(kSlopePitch <= 4 * Block::kBandPitch, "whole fragments");
 
-  // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
-  // queries that are held lie beneath the rest until they are in registers.
-  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
-  static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
-  static constexpr uint32_t kBandAt = (3 - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
-  static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
-  static constexpr uint32_t kSharedBytes = kEnd > 3 * kQueryBytes ? kEnd : 3 * kQueryBytes;
-
-  static int64_t parts(const Params& x) { return (x.p.L + BM - 1) / BM; }  // of a head
+  static int64_t parts(const Params& x) { return Block::blocks_of_head(x.p); }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.p.H * x.p.B; }
   static TXL_DEVICE void run(const Params& params) { DqKernel(params).collect(); }
 
  private:
+  using Block::copy_tile;
+  using Block::is_masked, Block::is_far, Block::follows_band, Block::row_of_lane, Block::query_rows;
+  using Block::k_tile, Block::v_tile, Block::ring, Block::ring_row, Block::lowest_row, Block::own_column;
+  using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles, Block::base;
+
   const Params& params;
-  const Problem& p;
   const Backward& t;
-  int b, h, i0;  // i0: the block's first query
   uint64_t seed;
-  uint32_t kept;  // by dropout: a bit for each of the lane's pairs of a group of 64 keys
-  Mask mask;
-  KeyTiles tiles;
-  // band
   float lse[2], delta[2];
-  Fragment held[kHeld ? kHeld : 1][kSteps];
-  float carry[2][4];         // the band's columns that the tile before left over
-  Square<E> slope_carry;     // and those of its gradient
+  Square<E> slope_carry;     // the columns of the band's gradient that the tile before left over
   float clamped[2][2];       // sums of dS over pairs that are clamped to the first row of r, and to the last
   float acc[kHeadTiles][4];  // dq, without the clamped pairs' position part
-  uint32_t base;             // of shared memory
   float scale;
 
   TXL_DEVICE explicit DqKernel(const Params& x)
-      : params(x),
-        p(x.p),
+      : Block(x.p, 1, x.p.K),
+        params(x),
         t(x.t),
-        // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
-        b(block_index() / blocks_of_head() / static_cast<int>(p.H)),
-        h(block_index() / blocks_of_head() % static_cast<int>(p.H)),
-        i0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BM),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
-        mask(p, p.keys_of_batch(b)),
-        tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
         clamped{},
         acc{},
-        base(shared_base()),
         scale(x.score_scale()) {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane() + 8 * y;
@@ -82,37 +60,21 @@ struct DqKernel {
     }
   }
 
-  TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.L + BM - 1) / BM); }
-
-  // Keys and values have two places each, in turns.
-  TXL_DEVICE Rows<E, kHead> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
-  TXL_DEVICE Rows<E, kHead> v_tile(int j0) const {
-    return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes};
-  }
-  TXL_DEVICE Rows<E, kHead> ring() const { return {base + kTilesAt + 4 * kTileBytes}; }
-  // The warp's 16 rows of the band's gradient.
-  TXL_DEVICE uint32_t slope() const {
-    return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
-  }
-
-  TXL_DEVICE bool is_masked(int j0) const { return j0 < tiles.all_lo || j0 >= tiles.all_hi; }
-  TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
   // Whether the band's gradient lacks pairs: some are not seen, here or in what was carried, or there was
   // nothing to carry.
   TXL_DEVICE bool is_edge(int j0) const { return is_masked(j0) || !follows_band(j0) || is_masked(j0 - BN); }
-  TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
   TXL_DEVICE bool ends_band(int j0) const { return j0 + BN >= tiles.end || is_far(j0 + BN); }
 
   TXL_DEVICE void collect() {
     if (tiles.begin < tiles.end) {
       load_queries();
-      copy_tile(tiles.begin);
+      copy_tile(t, tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
       wait_copies<0>();
       sync_threads();  // this tile is there for all, and all are done with the one before
       base = opaque(base);
-      if (j0 + BN < tiles.end) copy_tile(j0 + BN);
+      if (j0 + BN < tiles.end) copy_tile(t, j0 + BN);
       if (is_far(j0))
         add_keys<true, false>(j0);
       else if (is_edge(j0))
@@ -125,12 +87,6 @@ struct DqKernel {
 
   // ---- Loads ----
 
-  // 0: q + u, 1: q + v, 2: dO.
-  TXL_DEVICE Rows<E, kHead> query_rows(int n) const {
-    const int place = n < kHeld ? 3 - kHeld + n : n - kHeld;
-    return {base + static_cast<uint32_t>(place) * kQueryBytes};
-  }
-
   TXL_DEVICE void load_queries() {
     const auto row = [&](int y) { return i0 + y < mask.L ? i0 + y : -1; };
     copy_rows<kHead, kThreads>(query_rows(0), 0, params.template query_rows<E>(params.w.q_u, b, h), BM, row);
@@ -139,56 +95,8 @@ struct DqKernel {
     commit_copies();
     wait_copies<0>();
     sync_threads();
-    if constexpr (kHeld > 0) {
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kHeld; ++n) {
-        TXL_UNROLL_GPU
-        for (int d = 0; d < kSteps; ++d) held[n][d] = load_fragment(query_rows(n), 16 * warp(), d);
-      }
-      sync_threads();  // all have read what other tiles will overwrite
-    }
+    this->hold_queries();
   }
-
-  template <int n>
-  TXL_DEVICE Fragment query(int d) const {
-    if constexpr (n < kHeld)
-      return held[n][d];
-    else
-      return load_fragment(query_rows(n), 16 * warp(), d);
-  }
-
-  // Starts to copy what the tile needs: its keys and values, and unless it is far the rows of r that the one
-  // before has not brought.
-  TXL_DEVICE void copy_tile(int j0) {
-    const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
-    copy_rows<kHead, kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
-    if (!is_far(j0)) {
-      const Source<E> r_rows(t.r, 0, opaque(h), p);
-      const int new_chunks = follows_band(j0) ? 1 : kChunks;
-      for (int chunk = kChunks - new_chunks; chunk < kChunks; ++chunk) {
-        const int c = lowest_row(j0) + chunk * BN;
-        copy_rows<kHead, kThreads>(ring(), ring_row(j0, chunk * BN), r_rows, BN,
-                                   [&](int n) { return p.r_row(c + n); });
-      }
-    }
-    copy_rows<kHead, kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);
-    commit_copies();
-  }
-
-  // The first of the lane's two queries is i0 + row_of_lane(), the other is 8 behind it.
-  static TXL_DEVICE int row_of_lane() {
-    const int thread = opaque(thread_index());
-    return thread / 32 * 16 + thread % 32 / 4;
-  }
-  // The row of r, not yet clamped, of the block's last query and key j0: column 0 of the block's band.
-  TXL_DEVICE int lowest_row(int j0) const { return static_cast<int>(p.band(opaque(i0) + BM - 1, j0)); }
-  // Where in the ring column x of the block's band has its row of r.
-  TXL_DEVICE static int ring_row(int j0, int x) {
-    const uint32_t column = static_cast<uint32_t>(x), tile = static_cast<uint32_t>(j0) / BN;
-    return static_cast<int>((tile + column / BN) % kRing * BN + column % BN);
-  }
-  // The warp's first column among the block's.
-  TXL_DEVICE static int own_column() { return BM - 16 - 16 * opaque(warp()); }
 
   // ---- A tile ----
 
@@ -198,10 +106,10 @@ struct DqKernel {
     if constexpr (kFar)
       add_far_term(ds, j0);
     else
-      add_band(ds, j0);
-    add_product<(kHeld > 0)>(ds, [&](int d) { return query<0>(d); }, k_tile(j0), [](int n) { return n; });
+      this->take_band(ds, j0);
+    this->template add_query_product<0>(ds, k_tile(j0), [](int n) { return n; });
     float dp[kKeyTiles][4] = {};
-    add_product<(kHeld > 2)>(dp, [&](int d) { return query<2>(d); }, v_tile(j0), [](int n) { return n; });
+    this->template add_query_product<2>(dp, v_tile(j0), [](int n) { return n; });
     if constexpr (kDropout) drop(dp, j0);
     const int i = i0 + row_of_lane(), j = j0 + lane() % 4 * 2;
     TXL_UNROLL_GPU
@@ -230,64 +138,13 @@ struct DqKernel {
     }
   }
 
-  TXL_DEVICE void add_band(float (&score)[kKeyTiles][4], int j0) {
-    const auto position = [&](int d) { return query<1>(d); };
-    const int left = own_column();
-    if (!follows_band(j0)) {
-      for (int n = 0; n < 2; ++n)
-        for (int x = 0; x < 4; ++x) carry[n][x] = 0;
-      add_product<(kHeld > 1)>(carry, position, ring(), [&](int n) { return ring_row(j0, left + n); });
-    }
-    float next[kKeyTiles][4] = {};
-    add_product<(kHeld > 1)>(next, position, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
-    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
-    const uint32_t own = slope() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
-    sync_warp();  // what the tile before has left here was read
-    for (int n = 0; n < 2; ++n) write_band(own + 32 * n, carry[n]);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n) write_band(own + 64 + 32 * n, next[n]);
-    for (int n = 0; n < 2; ++n)
-      for (int x = 0; x < 4; ++x) carry[n][x] = next[kKeyTiles - 2 + n][x];
-    sync_warp();
-    // The lane's first query begins at its column 15 - row, the other one 8 before that.
-    const uint32_t first = own + static_cast<uint32_t>(15 - row) * 4;
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x)
-        score[n][x] = load_shared<float>(
-            first + static_cast<uint32_t>(x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2) * 4);
-  }
-
-  // Two columns of the lane's queries.
-  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
-    store_shared(at, float2{x[0], x[1]});
-    store_shared(at + 8 * kBandPitch * 4, float2{x[2], x[3]});
-  }
-
   // dP is dO v^T of the keys that were kept.
   TXL_DEVICE void drop(float (&dp)[kKeyTiles][4], int j0) {
-    if (j0 % DropoutMask::kGroup < BN || j0 == tiles.begin) draw_dropout(j0);
+    this->draw_dropout(seed, j0);
     const float kept_scale = params.kept_scale();
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) {
-        const int bit = (x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4;
-        dp[n][x] = (kept >> bit & 1) != 0 ? dp[n][x] * kept_scale : 0.0f;
-      }
-  }
-
-  // A lane's keys of a group of 64 share four calls for each of its queries, and use all their words: 32
-  // bits.
-  TXL_DEVICE void draw_dropout(int j0) {
-    const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
-    kept = 0;
-    TXL_NO_UNROLL_GPU
-    for (int n = 0; n < 8; ++n) {
-      const int call =
-          j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane() + n / 4 * 8)
-              << (4 * n);
-    }
+      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * kept_scale : 0.0f;
   }
 
   // ---- Position ----
@@ -344,7 +201,7 @@ struct DqKernel {
   // Where the band's gradient has what an accumulator holds of the lane's first query, of columns c to c + 7.
   TXL_DEVICE uint32_t own_slope(int c) const {
     const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2 + c;
-    return slope() + static_cast<uint32_t>(row * kSlopePitch + column * kBytes);
+    return this->own_band() + static_cast<uint32_t>(row * kSlopePitch + column * kBytes);
   }
 
   // Two neighbours, to an address that need not be a multiple of both.
@@ -377,8 +234,8 @@ struct DqKernel {
     Square<E> a;
     if constexpr (is_half<E>) {
       const Corner corner = corner_a();
-      load_matrix_x4(a.part[0].r,
-                     slope() + static_cast<uint32_t>(corner.row * kSlopePitch + 2 * c + 16 * corner.piece));
+      load_matrix_x4(a.part[0].r, this->own_band() + static_cast<uint32_t>(corner.row * kSlopePitch + 2 * c +
+                                                                           16 * corner.piece));
     } else {
       const uint32_t own = own_slope(c);
       TXL_UNROLL_GPU
@@ -427,13 +284,13 @@ struct DqKernel {
           for (int y = 0; y < 2; ++y) acc[d][2 * y + x] += clamped[0][y] * first + clamped[1][y] * last;
         }
     }
-    const Rows<E, kHead> results{base + kTilesAt};
+    const Rows<E, kHead> results{base + Block::kTilesAt};
     sync_threads();  // all are done with the tiles
     put_rows(results, 16 * warp(), 0, acc, static_cast<float>(p.scale));
     if (params.clamps && lane() % 4 == 0)
       for (int end = 0; end < 2; ++end)
         for (int y = 0; y < 2; ++y)
-          store_shared(base + kBandAt + static_cast<uint32_t>(end * BM + row_of_lane() + 8 * y) * 4,
+          store_shared(base + Block::kBandAt + static_cast<uint32_t>(end * BM + row_of_lane() + 8 * y) * 4,
                        clamped[end][y]);
     sync_threads();
     write_rows<kHead, kThreads>(results, BM, Source<E>(t.dq, b, h, p), i0, p.L);
@@ -444,12 +301,12 @@ struct DqKernel {
   TXL_DEVICE void store_clamped() {
     const Source<E> q_v = params.template query_rows<E>(params.w.q_v, b, h);
     const int width = 2 * (static_cast<int>(p.D) + 1), exist = smaller(BM, mask.L - i0);
-    const int64_t part = (static_cast<int64_t>(b) * p.H + h) * blocks_of_head() + i0 / BM;
+    const int64_t part = (static_cast<int64_t>(b) * p.H + h) * Block::blocks_of_head(p) + i0 / BM;
     for (int w = thread_index(); w < width; w += kThreads) {
       const int end = w / (width / 2), d = w % (width / 2);
       float sum = 0;
       for (int y = 0; y < exist; ++y) {
-        const float ds = load_shared<float>(base + kBandAt + static_cast<uint32_t>(end * BM + y) * 4);
+        const float ds = load_shared<float>(base + Block::kBandAt + static_cast<uint32_t>(end * BM + y) * 4);
         // A query that has no such pair has no part in it, whatever it holds.
         sum += d == p.D ? ds : ds * finite(to_float(load_global(q_v.data + (i0 + y) * q_v.row + d)));
       }

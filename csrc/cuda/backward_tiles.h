@@ -112,23 +112,6 @@ TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Rows<E, kH
   }
 }
 
-// ---- Masks in 32 bits ----
-
-// Problem's, for a batch entry.
-struct Mask {
-  int lo, hi, below, above, L;  // keys, their least distance to the query, and the one that is too much
-
-  TXL_DEVICE Mask(const Problem& p, Range batch)
-      : lo(static_cast<int>(batch.lo)), hi(static_cast<int>(batch.hi)), L(static_cast<int>(p.L)) {
-    const int64_t left = p.window_left < 0 ? p.K : p.window_left;
-    const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
-    below = static_cast<int>(p.position(0) - left), above = static_cast<int>(p.position(0) + right + 1);
-  }
-
-  TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
-  TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
-};
-
 // ---- Results ----
 
 // acc * factor to the warp's 16 rows from `row` on, the channels from `channel` on.
@@ -222,14 +205,6 @@ struct BandOfTile {
     return address + static_cast<uint32_t>(query * kPitch + column) * 4;
   }
 };
-
-// Bit w: the call's word w keeps its key.
-TXL_DEVICE uint32_t kept_words(uint64_t seed, uint32_t threshold, uint32_t call, int b, int h, int i) {
-  uint32_t word[4], kept = 0;
-  philox(word, seed, call, b, h, i);
-  for (int w = 0; w < 4; ++w) kept |= word[w] >= threshold ? 1u << w : 0;
-  return kept;
-}
 
 // Starts to copy what is known of BM queries from i0 on.
 template <int BM>

@@ -1,4 +1,6 @@
 // Chooses the kernels for a dtype and a head dimension.
+#include <algorithm>
+
 #include "cuda.h"
 
 #if !defined(TXL_CUDA_EMULATION)
@@ -23,10 +25,11 @@ static auto with_kernels(DType dtype, int64_t D, F f) {
   return dtype == DType::bf16 ? with_head<bf16>(D, f) : with_head<f16>(D, f);
 }
 
-// Rows of r and distances are 32-bit numbers in the kernels: a row that holds distance 0 so far outside that
-// every pair is clamped may as well lie nearer.
+// Rows of r and distances are 32-bit numbers in the kernels. Beyond these limits nothing changes: a row that
+// holds distance 0 so far outside that every pair is clamped may as well lie nearer.
 static Problem bounded(Problem p) {
-  p.r_zero = p.r_zero < -p.L ? -p.L : (p.r_zero > p.K + p.N ? p.K + p.N : p.r_zero);
+  p.r_zero = std::clamp(p.r_zero, -p.L, p.K + p.N);
+  p.window_left = std::min(p.window_left, p.K), p.window_right = std::min(p.window_right, p.L);
   return p;
 }
 

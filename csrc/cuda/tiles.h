@@ -42,6 +42,23 @@ TXL_DEVICE T opaque(T x) {
   return x;
 }
 
+// ---- Masks in 32 bits ----
+
+// Problem's, for a batch entry.
+struct Mask {
+  int lo, hi, below, above, L;  // keys, their least distance to the query, and the one that is too much
+
+  TXL_DEVICE Mask(const Problem& p, Range batch)
+      : lo(static_cast<int>(batch.lo)), hi(static_cast<int>(batch.hi)), L(static_cast<int>(p.L)) {
+    const int64_t left = p.window_left < 0 ? p.K : p.window_left;
+    const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
+    below = static_cast<int>(p.position(0) - left), above = static_cast<int>(p.position(0) + right + 1);
+  }
+
+  TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
+  TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
+};
+
 // ---- Which tiles of keys a block of queries needs, and how ----
 //
 // far   every pair is seen, and every one of them uses the first row of r (or every one the last): one
@@ -340,15 +357,17 @@ TXL_DEVICE void put_nan(float (&x)[4], float (&y)[4], SquareRows<E> taken, F see
 
 // ---- Dropout ----
 
-// The four words that decide for query i and the keys with this call (csrc/philox.h).
-TXL_DEVICE void philox(uint32_t (&word)[4], uint64_t seed, uint32_t call, int64_t b, int64_t h, int64_t i) {
-  word[0] = call, word[1] = static_cast<uint32_t>(i);
-  word[2] = static_cast<uint32_t>(h), word[3] = static_cast<uint32_t>(b);
+// Which keys of query i the four words of a call keep (csrc/philox.h): bit w, if word w does.
+TXL_DEVICE uint32_t kept_words(uint64_t seed, uint32_t threshold, uint32_t call, int b, int h, int i) {
+  uint32_t word[4] = {call, static_cast<uint32_t>(i), static_cast<uint32_t>(h), static_cast<uint32_t>(b)};
   Philox::rounds(word, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
                  [](uint32_t x, uint32_t y, uint32_t& low, uint32_t& high) {
                    const uint64_t product = static_cast<uint64_t>(x) * y;
                    low = static_cast<uint32_t>(product), high = static_cast<uint32_t>(product >> 32);
                  });
+  uint32_t kept = 0;
+  for (int w = 0; w < 4; ++w) kept |= word[w] >= threshold ? 1u << w : 0;
+  return kept;
 }
 
 }  // namespace txl::cuda

@@ -1,0 +1,205 @@
+// What forward and dq share: a block owns BM queries of a head, each of its warps 16 of them, and goes over
+// the keys that they see in tiles of BN. Here is which tiles are of which kind, what of keys, values and r
+// each needs in shared memory, and the band.
+//
+// The band. The scores of a warp's tile need 16 + BN columns of it: 16 were left over from the tile before,
+// BN are computed now, both are written to 16 rows of shared memory of the warp's own, and row y is read back
+// from column 15 - y on. That is the relative shift, and the sum starts from what was read.
+#pragma once
+
+#include "tiles.h"
+
+namespace txl::cuda {
+
+// kHead: channels of a tile, at least D. kQueries: tiles of queries, the first kHeld of which are kept in
+// registers; the others are read again for every tile of keys.
+template <typename E, int kHead, int BN, int kWarps, int kQueries, int kHeld>
+struct QueryBlock {
+  static constexpr int kThreads = 32 * kWarps, BM = 16 * kWarps;
+  static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
+  static constexpr int kChunks = (BM + BN - 1) / BN + 1,
+                       kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
+  static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
+  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice.
+  static constexpr int kBandPitch = kBand + 8;
+  static_assert(kHead % 16 == 0 && BN % 16 == 0 && kBand % 16 == 0, "whole fragments");
+
+  // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
+  // queries that are held lie beneath the rest until they are in registers.
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
+  static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
+  static constexpr uint32_t kBandAt = (kQueries - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
+  static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
+  static constexpr uint32_t kSharedBytes = kEnd > kQueries* kQueryBytes ? kEnd : kQueries * kQueryBytes;
+
+  static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
+
+  const Problem& p;
+  int b, h, i0;  // i0: the block's first query
+  Mask mask;     // of the keys that the block goes over
+  KeyTiles tiles;
+  uint32_t base;  // of shared memory
+  Fragment held[kHeld ? kHeld : 1][kSteps];
+  float carry[2][4];  // the band's columns that the tile before left over
+  uint32_t kept;      // by dropout: a bit for each of the lane's pairs of a group of 64 keys
+
+  // Each of `splits` blocks of the same queries goes over split_keys keys.
+  TXL_DEVICE QueryBlock(const Problem& problem, int splits, int64_t split_keys)
+      : p(problem),
+        // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
+        b(block_index() / count() / splits / static_cast<int>(p.H)),
+        h(block_index() / count() / splits % static_cast<int>(p.H)),
+        i0((count() - 1 - block_index() % count()) * BM),
+        mask(p, share(p.keys_of_batch(b), block_index() / count() % splits, split_keys)),
+        tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
+        base(shared_base()) {}
+
+  TXL_DEVICE bool is_masked(int j0) const { return j0 < tiles.all_lo || j0 >= tiles.all_hi; }
+  TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
+  TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
+
+  // The first of the lane's two queries is i0 + row_of_lane(), the other is 8 behind it.
+  static TXL_DEVICE int row_of_lane() {
+    const int thread = opaque(thread_index());
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+
+  // ---- Queries ----
+
+  TXL_DEVICE Rows<E, kHead> query_rows(int n) const {
+    const int place = n < kHeld ? kQueries - kHeld + n : n - kHeld;
+    return {base + static_cast<uint32_t>(place) * kQueryBytes};
+  }
+
+  // From shared memory, where all of them are, into registers.
+  TXL_DEVICE void hold_queries() {
+    if constexpr (kHeld > 0) {
+      TXL_UNROLL_GPU
+      for (int n = 0; n < kHeld; ++n) {
+        TXL_UNROLL_GPU
+        for (int d = 0; d < kSteps; ++d) held[n][d] = load_fragment(query_rows(n), 16 * warp(), d);
+      }
+      sync_threads();  // all have read what other tiles will overwrite
+    }
+  }
+
+  // acc[n] += query n rows^T, as add_product.
+  template <int n, int kTiles, typename F>
+  TXL_DEVICE void add_query_product(float (&acc)[kTiles][4], Rows<E, kHead> rows, F row_of) const {
+    if constexpr (n < kHeld)
+      add_product<true>(acc, [&](int d) { return held[n][d]; }, rows, row_of);
+    else
+      add_product<false>(
+          acc, [&](int d) { return load_fragment(query_rows(n), 16 * warp(), d); }, rows, row_of);
+  }
+
+  // ---- Keys, values, r ----
+
+  // Keys and values have two places each, in turns.
+  TXL_DEVICE Rows<E, kHead> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
+  TXL_DEVICE Rows<E, kHead> v_tile(int j0) const {
+    return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes};
+  }
+  TXL_DEVICE Rows<E, kHead> ring() const { return {base + kTilesAt + 4 * kTileBytes}; }
+
+  // The row of r, not yet clamped, of the block's last query and key j0: column 0 of the block's band.
+  TXL_DEVICE int lowest_row(int j0) const { return static_cast<int>(p.band(opaque(i0) + BM - 1, j0)); }
+  // Where in the ring column x of the block's band has its row of r.
+  static TXL_DEVICE int ring_row(int j0, int x) {
+    const uint32_t column = static_cast<uint32_t>(x), tile = static_cast<uint32_t>(j0) / BN;
+    return static_cast<int>((tile + column / BN) % kRing * BN + column % BN);
+  }
+  // The warp's first column among the block's.
+  static TXL_DEVICE int own_column() { return BM - 16 - 16 * opaque(warp()); }
+
+  // Starts to copy what the tile needs: its keys and values, and unless it is far the rows of r that the one
+  // before has not brought. Of t: k, v and r.
+  template <typename Tensors>
+  TXL_DEVICE void copy_tile(const Tensors& t, int j0) {
+    const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
+    copy_rows<kHead, kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
+    if (!is_far(j0)) {
+      const Source<E> r_rows(t.r, 0, opaque(h), p);
+      const int new_chunks = follows_band(j0) ? 1 : kChunks;
+      for (int chunk = kChunks - new_chunks; chunk < kChunks; ++chunk) {
+        const int c = lowest_row(j0) + chunk * BN;
+        copy_rows<kHead, kThreads>(ring(), ring_row(j0, chunk * BN), r_rows, BN,
+                                   [&](int n) { return p.r_row(c + n); });
+      }
+    }
+    copy_rows<kHead, kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);
+    commit_copies();
+  }
+
+  // ---- The band ----
+
+  // The warp's 16 rows of it.
+  TXL_DEVICE uint32_t own_band() const {
+    return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
+  }
+
+  // score = (q + v) r^T, moved; query 1 is q + v.
+  TXL_DEVICE void take_band(float (&score)[kKeyTiles][4], int j0) {
+    const int left = own_column();
+    if (!follows_band(j0)) {
+      for (int n = 0; n < 2; ++n)
+        for (int x = 0; x < 4; ++x) carry[n][x] = 0;
+      add_query_product<1>(carry, ring(), [&](int n) { return ring_row(j0, left + n); });
+    }
+    float next[kKeyTiles][4] = {};
+    add_query_product<1>(next, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
+    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
+    const uint32_t own = own_band() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
+    sync_warp();  // what the tile before has left here was read
+    for (int n = 0; n < 2; ++n) write_band(own + 32 * n, carry[n]);
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n) write_band(own + 64 + 32 * n, next[n]);
+    for (int n = 0; n < 2; ++n)
+      for (int x = 0; x < 4; ++x) carry[n][x] = next[kKeyTiles - 2 + n][x];
+    sync_warp();
+    // The lane's first query begins at its column 15 - row, the other one 8 before that.
+    const uint32_t first = own + static_cast<uint32_t>(15 - row) * 4;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n)
+      for (int x = 0; x < 4; ++x)
+        score[n][x] = load_shared<float>(
+            first + static_cast<uint32_t>(x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2) * 4);
+  }
+
+  // ---- Dropout ----
+
+  // For the tile; the tiles of a group of 64 keys share what the first of them draws. A lane's keys of a
+  // group share four calls for each of its queries, and use all their words: 32 bits.
+  TXL_DEVICE void draw_dropout(uint64_t seed, int j0) {
+    if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
+    const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
+    kept = 0;
+    TXL_NO_UNROLL_GPU
+    for (int n = 0; n < 8; ++n) {
+      const int call =
+          j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
+      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane() + n / 4 * 8)
+              << (4 * n);
+    }
+  }
+
+  // Whether element x of the lane's in n8 tile n is kept.
+  TXL_DEVICE bool keeps(int j0, int n, int x) const {
+    return (kept >> ((x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4) & 1) != 0;
+  }
+
+ private:
+  TXL_DEVICE int count() const { return static_cast<int>(blocks_of_head(p)); }
+
+  static TXL_DEVICE Range share(Range keys, int64_t n, int64_t split_keys) {
+    return {larger(keys.lo, n * split_keys), smaller(keys.hi, (n + 1) * split_keys)};
+  }
+
+  // Two columns of the lane's queries.
+  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
+    store_shared(at, float2{x[0], x[1]});
+    store_shared(at + 8 * kBandPitch * 4, float2{x[2], x[3]});
+  }
+};
+
+}  // namespace txl::cuda
