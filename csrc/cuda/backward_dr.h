@@ -348,4 +348,8 @@ struct DrKernel {
   }
 };
 
+// Shared memory leaves room for two blocks of float32; the compiler would spill for a third.
+template <int kHead, int BM, bool kHeld, bool kDropout>
+constexpr int kLeastBlocks<DrKernel<f32, kHead, BM, kHeld, kDropout>> = 1;
+
 }  // namespace txl::cuda

@@ -52,6 +52,11 @@ TXL_DEVICE To bits(From x) {
   return y;
 }
 
+// How many blocks of a kernel a multiprocessor has to have room for. 0: the compiler chooses, and may spill
+// for one more.
+template <class K>
+constexpr int kLeastBlocks = 0;
+
 #if defined(__CUDACC__)
 
 using ::float2;
@@ -308,7 +313,8 @@ TXL_DEVICE float log2_fast(float x) {
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::kThreads) entry(const __grid_constant__ typename K::Params p) {
+__global__ void __launch_bounds__(K::kThreads, kLeastBlocks<K>)
+    entry(const __grid_constant__ typename K::Params p) {
   K::run(p);
 }
 

@@ -227,6 +227,10 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
   }
 };
 
+// Shared memory leaves room for two or three blocks; the compiler would spill for one more.
+template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, bool kDropout>
+constexpr int kLeastBlocks<ForwardKernel<E, kHead, BN, kWarps, kQueriesInRegisters, kDropout>> = 1;
+
 // out and lse of a query from its splits. A split that saw nothing has lse -inf and zeros.
 template <typename E>
 struct MergeKernel {
