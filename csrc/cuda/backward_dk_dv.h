@@ -23,19 +23,17 @@ struct QueryTiles {
 
 template <int BM, int BN>
 TXL_DEVICE QueryTiles query_tiles(const Problem& p, Range batch, int64_t j0) {
-  const auto down = [](int64_t x) { return (x > 0 ? x : 0) / BM * BM; };
-  const auto up = [](int64_t x) { return ((x > 0 ? x : 0) + BM - 1) / BM * BM; };
-  const int64_t left = p.window_left < 0 ? p.K : p.window_left;
-  const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
+  const auto [left, right] = Reach(p);
   const int64_t low = larger(j0, batch.lo), high = smaller(j0 + BN, batch.hi) - 1, origin = p.position(0);
-  const int64_t begin = down(low - right - origin);
+  const int64_t begin = floor_to<BM>(low - right - origin);
   const int64_t end = low <= high ? larger(begin, smaller(high + left - origin + 1, p.L)) : begin;
   const bool whole = batch.lo <= j0 && j0 + BN <= batch.hi;
-  const int64_t all_lo = smaller(larger(up(j0 + BN - 1 - right - origin), begin), end);
-  const int64_t all_hi = smaller(larger(whole ? down(smaller(j0 + left - origin + 1, p.L)) : 0, all_lo), end);
+  const int64_t all_lo = smaller(larger(ceil_to<BM>(j0 + BN - 1 - right - origin), begin), end);
+  const int64_t all_hi =
+      smaller(larger(whole ? floor_to<BM>(smaller(j0 + left - origin + 1, p.L)) : 0, all_lo), end);
   const int64_t c = p.band(0, j0);  // the row of query 0 and the first key
-  const int64_t near = smaller(larger(down(c - p.N + 1), all_lo), all_hi);
-  const int64_t far_first = smaller(larger(up(c + BN), near), all_hi);
+  const int64_t near = smaller(larger(floor_to<BM>(c - p.N + 1), all_lo), all_hi);
+  const int64_t far_first = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);
   QueryTiles t;
   t.begin = static_cast<int>(begin), t.far_last = static_cast<int>(all_lo), t.near = static_cast<int>(near);
   t.far_first = static_cast<int>(far_first), t.all_hi = static_cast<int>(all_hi);
@@ -103,8 +101,8 @@ struct DkDvKernel {
         dv{},
         ds_sum{},
         base(shared_base()),
-        scale(x.score_scale()),
-        kept_scale(kDropout ? x.kept_scale() : 1.0f) {}
+        scale(scale_of_scores(p)),
+        kept_scale(kDropout ? scale_of_kept(p) : 1.0f) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.K + BN - 1) / BN); }
 
@@ -310,7 +308,7 @@ struct DkDvKernel {
 
   TXL_DEVICE void store() {
     sync_threads();  // all are done with the keys and values
-    put_rows(k_tile(), own_key, own_channel, dk, params.query_scale());
+    put_rows(k_tile(), own_key, own_channel, dk, scale_of_queries(p));
     put_rows(v_tile(), own_key, own_channel, dv, kept_scale);
     if (own_channel == 0 && lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)

@@ -50,7 +50,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
         clamped{},
         acc{},
-        scale(x.score_scale()) {
+        scale(scale_of_scores(p)) {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane() + 8 * y;
       const bool exists = i < mask.L;
@@ -141,7 +141,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   // dP is dO v^T of the keys that were kept.
   TXL_DEVICE void drop(float (&dp)[kKeyTiles][4], int j0) {
     this->draw_dropout(seed, j0);
-    const float kept_scale = params.kept_scale();
+    const float kept_scale = scale_of_kept(p);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * kept_scale : 0.0f;
@@ -270,7 +270,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   TXL_DEVICE void store() {
     for (int end = 0; end < 2; ++end)
       for (int y = 0; y < 2; ++y)
-        for (int mask = 1; mask < 4; mask *= 2) clamped[end][y] += shuffle_xor(clamped[end][y], mask);
+        for (int step = 1; step < 4; step *= 2) clamped[end][y] += shuffle_xor(clamped[end][y], step);
     if (params.clamps) {
       const Source<E> r_rows(t.r, 0, h, p);
       const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;

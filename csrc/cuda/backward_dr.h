@@ -1,11 +1,12 @@
 // dr: a block owns 64 rows of r of a head and goes over the queries that use them, of every batch entry of
-// its split. Keys and r change places here: row m of the block is for the next query a key further, so (q +
-// v) r^T is the plain product, and those with keys and values are the banded ones, turned the other way. The
-// rest is as in dk: each warp owns 16 rows, rows of its tiles are rows of r, columns are queries.
+// its split. Keys and r change places here: row m of the block is for the next query a key further, so
+// (q + v) r^T is the plain product, and those with keys and values are the banded ones, turned the other way.
+// The rest is as in dk: each warp owns 16 rows, rows of its tiles are rows of r, columns are queries.
 //
 //   bands     (q + u) k^T, dO v^T    16 queries, a part of their 16 + 64 columns
-//   score^T   r (q + v)^T            starts from what is read from the band: row m of query y from column y +
-//   m dr        dS^T (q + v)
+//   score^T   r (q + v)^T            starts from what is read from the band: row m of query y from column
+//                                    y + m
+//   dr        dS^T (q + v)
 //
 // A clamped pair's row lies outside of r, here it has none: the dq kernel has summed those up.
 #pragma once
@@ -22,19 +23,16 @@ struct RowTiles {
 
 template <int BM, int BN>
 TXL_DEVICE RowTiles queries_of_rows(const Problem& p, Range batch, int64_t c0) {
-  const auto down = [](int64_t x) { return (x > 0 ? x : 0) / BM * BM; };
-  const auto up = [](int64_t x) { return ((x > 0 ? x : 0) + BM - 1) / BM * BM; };
-  const int64_t left = p.window_left < 0 ? p.K : p.window_left;
-  const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
+  const auto [left, right] = Reach(p);
   const int64_t furthest = p.r_zero - c0, nearest = p.r_zero - (smaller(c0 + BN, p.N) - 1);
   const int64_t origin = p.position(0);
   const bool any_seen = nearest <= left && furthest >= -right && !batch.empty();
   const bool all_seen = furthest <= left && nearest >= -right;
-  const int64_t begin = down(batch.lo + nearest - origin);
+  const int64_t begin = floor_to<BM>(batch.lo + nearest - origin);
   const int64_t end = any_seen ? larger(begin, smaller(batch.hi + furthest - origin, p.L)) : begin;
-  const int64_t all_lo = smaller(larger(up(batch.lo + furthest - origin), begin), end);
+  const int64_t all_lo = smaller(larger(ceil_to<BM>(batch.lo + furthest - origin), begin), end);
   const int64_t all_hi =
-      smaller(larger(all_seen ? down(smaller(batch.hi + nearest - origin, p.L)) : 0, all_lo), end);
+      smaller(larger(all_seen ? floor_to<BM>(smaller(batch.hi + nearest - origin, p.L)) : 0, all_lo), end);
   RowTiles t;
   t.begin = static_cast<int>(begin), t.all_lo = static_cast<int>(all_lo);
   t.all_hi = static_cast<int>(all_hi), t.end = static_cast<int>(end);
@@ -103,8 +101,8 @@ struct DrKernel {
         dr{},
         ds_sum{},
         base(shared_base()),
-        scale(x.score_scale()),
-        kept_scale(kDropout ? x.kept_scale() : 1.0f) {}
+        scale(scale_of_scores(p)),
+        kept_scale(kDropout ? scale_of_kept(p) : 1.0f) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
@@ -312,14 +310,14 @@ struct DrKernel {
     if (params.w.splits > 1)
       store_part();
     else
-      put_rows(results, own_row(), 0, dr, params.query_scale());
+      put_rows(results, own_row(), 0, dr, scale_of_queries(p));
     sync_threads();
     if (params.w.splits == 1) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);
     if (t.dv_bias.data) store_dv_bias();
   }
 
   TXL_DEVICE void store_part() {
-    const float factor = params.query_scale();
+    const float factor = scale_of_queries(p);
     const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
@@ -348,7 +346,7 @@ struct DrKernel {
   }
 };
 
-// Shared memory leaves room for two blocks of float32; the compiler would spill for a third.
+// Shared memory leaves room for two blocks of float32 at most; the compiler would spill for a third.
 template <int kHead, int BM, bool kHeld, bool kDropout>
 constexpr int kLeastBlocks<DrKernel<f32, kHead, BM, kHeld, kDropout>> = 1;
 

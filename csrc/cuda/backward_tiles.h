@@ -79,11 +79,6 @@ struct BackwardParams {
   bool clamps;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
-  // What turns a sum of dS with q + u or q + v into a gradient.
-  TXL_DEVICE float query_scale() const { return static_cast<float>(p.scale < 0 ? -p.scale : p.scale); }
-  // exp2(score * scale): as in forward.
-  TXL_DEVICE float score_scale() const { return larger(query_scale(), 1e-30f) * kLog2e; }
-  TXL_DEVICE float kept_scale() const { return static_cast<float>(1 / (1 - p.dropout_p)); }
 
   // Rows of w.q_u or w.q_v.
   template <typename E>
@@ -235,7 +230,7 @@ struct PrepareKernel {
     const bool exists = row < p.B * p.H * p.L;
     const int64_t i = exists ? row % p.L : 0, h = exists ? row / p.L % p.H : 0;
     const int64_t b = exists ? row / p.L / p.H : 0;
-    const float sign = p.scale < 0 ? -1.0f : 1.0f;
+    const float sign = sign_of_queries(p);
     const Piece q = load(t.q, b, h, i, channel, p);
     const Piece u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
     const Piece out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);

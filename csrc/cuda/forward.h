@@ -35,7 +35,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
  private:
   using Block::is_masked, Block::is_far, Block::row_of_lane, Block::query_rows;
   using Block::k_tile, Block::v_tile, Block::ring, Block::copy_tile;
-  using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles, Block::base;
+  using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles;
 
   const Params& params;
   const Forward& t;
@@ -55,9 +55,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
         far_first{},
         far_last{},
         acc{},
-        // exp2(score * scale): a negative scale turns the sign of the queries instead. Never 0: a hidden
-        // key's score is -inf.
-        scale(larger(static_cast<float>(p.scale < 0 ? -p.scale : p.scale), 1e-30f) * kLog2e) {
+        scale(scale_of_scores(p)) {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane() + 8 * y;
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
@@ -93,7 +91,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
 
   // q + u and q + v, rounded as the operands of a product must be.
   TXL_DEVICE void load_queries() {
-    const float sign = p.scale < 0 ? -1.0f : 1.0f;
+    const float sign = sign_of_queries(p);
     for (int x = thread_index(); x < BM * kHead; x += kThreads) {
       const int y = x / kHead, d = x % kHead;
       const bool valid = i0 + y < p.L && d < p.D;
@@ -157,7 +155,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
       float top = -infinity();
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n) top = larger(top, larger(score[n][2 * y], score[n][2 * y + 1]));
-      for (int mask = 1; mask < 4; mask *= 2) top = larger(top, shuffle_xor(top, mask));
+      for (int step = 1; step < 4; step *= 2) top = larger(top, shuffle_xor(top, step));
       top = larger(largest[y], top * scale);
       // So far a query may have seen nothing: -inf - -inf would be NaN.
       const float base = kMasked && top == -infinity() ? 0.0f : top;
@@ -201,11 +199,11 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
     const int64_t split = block_index() / Block::blocks_of_head(p) % params.splits;
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
-      for (int mask = 1; mask < 4; mask *= 2) total[y] += shuffle_xor(total[y], mask);
+      for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
       const int64_t i = i0 + row_of_lane() + 8 * y;
       if (i >= p.L) continue;
       const bool any_seen = lo[y] < hi[y];
-      const float factor = any_seen ? static_cast<float>(1 / (1 - p.dropout_p)) / total[y] : 0.0f;
+      const float factor = any_seen ? scale_of_kept(p) / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; ++d)
@@ -227,7 +225,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
   }
 };
 
-// Shared memory leaves room for two or three blocks; the compiler would spill for one more.
+// Shared memory is to limit the blocks, not registers: the compiler would spill for one more.
 template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<E, kHead, BN, kWarps, kQueriesInRegisters, kDropout>> = 1;
 

@@ -1,6 +1,6 @@
 // What forward and dq share: a block owns BM queries of a head, each of its warps 16 of them, and goes over
-// the keys that they see in tiles of BN. Here is which tiles are of which kind, what of keys, values and r
-// each needs in shared memory, and the band.
+// the keys that they see in tiles of BN. Here is which tiles are of which kind, what of queries, keys, values
+// and r each needs, the band, and what dropout draws.
 //
 // The band. The scores of a warp's tile need 16 + BN columns of it: 16 were left over from the tile before,
 // BN are computed now, both are written to 16 rows of shared memory of the warp's own, and row y is read back
@@ -11,9 +11,9 @@
 
 namespace txl::cuda {
 
-// kHead: channels of a tile, at least D. kQueries: tiles of queries, the first kHeld of which are kept in
+// kHead: channels of a tile, at least D. kOperands: of BM queries each, the first kHeld of which are kept in
 // registers; the others are read again for every tile of keys.
-template <typename E, int kHead, int BN, int kWarps, int kQueries, int kHeld>
+template <typename E, int kHead, int BN, int kWarps, int kOperands, int kHeld>
 struct QueryBlock {
   static constexpr int kThreads = 32 * kWarps, BM = 16 * kWarps;
   static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
@@ -22,15 +22,16 @@ struct QueryBlock {
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
   // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice.
   static constexpr int kBandPitch = kBand + 8;
-  static_assert(kHead % 16 == 0 && BN % 16 == 0 && kBand % 16 == 0, "whole fragments");
+  static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
   static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
-  static constexpr uint32_t kBandAt = (kQueries - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
+  static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
-  static constexpr uint32_t kSharedBytes = kEnd > kQueries* kQueryBytes ? kEnd : kQueries * kQueryBytes;
+  static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
+  static constexpr uint32_t kSharedBytes = kEnd > kAllQueries ? kEnd : kAllQueries;
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
 
@@ -47,10 +48,10 @@ struct QueryBlock {
   TXL_DEVICE QueryBlock(const Problem& problem, int splits, int64_t split_keys)
       : p(problem),
         // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
-        b(block_index() / count() / splits / static_cast<int>(p.H)),
-        h(block_index() / count() / splits % static_cast<int>(p.H)),
-        i0((count() - 1 - block_index() % count()) * BM),
-        mask(p, share(p.keys_of_batch(b), block_index() / count() % splits, split_keys)),
+        b(block_index() / blocks_of_head() / splits / static_cast<int>(p.H)),
+        h(block_index() / blocks_of_head() / splits % static_cast<int>(p.H)),
+        i0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BM),
+        mask(p, share(p.keys_of_batch(b), block_index() / blocks_of_head() % splits, split_keys)),
         tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
         base(shared_base()) {}
 
@@ -67,7 +68,7 @@ struct QueryBlock {
   // ---- Queries ----
 
   TXL_DEVICE Rows<E, kHead> query_rows(int n) const {
-    const int place = n < kHeld ? kQueries - kHeld + n : n - kHeld;
+    const int place = n < kHeld ? kOperands - kHeld + n : n - kHeld;
     return {base + static_cast<uint32_t>(place) * kQueryBytes};
   }
 
@@ -168,8 +169,8 @@ struct QueryBlock {
 
   // ---- Dropout ----
 
-  // For the tile; the tiles of a group of 64 keys share what the first of them draws. A lane's keys of a
-  // group share four calls for each of its queries, and use all their words: 32 bits.
+  // For the tile; the tiles of a group of 64 keys share what the first that the block meets draws. A lane's
+  // keys of a group share four calls for each of its queries, and use all their words: 32 bits.
   TXL_DEVICE void draw_dropout(uint64_t seed, int j0) {
     if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
     const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
@@ -189,7 +190,7 @@ struct QueryBlock {
   }
 
  private:
-  TXL_DEVICE int count() const { return static_cast<int>(blocks_of_head(p)); }
+  TXL_DEVICE int blocks_of_head() const { return static_cast<int>(blocks_of_head(p)); }
 
   static TXL_DEVICE Range share(Range keys, int64_t n, int64_t split_keys) {
     return {larger(keys.lo, n * split_keys), smaller(keys.hi, (n + 1) * split_keys)};

@@ -1,5 +1,5 @@
-// What the kernels share: which tiles of keys a block needs, copies of rows into shared memory, fragments of
-// a tile, dropout. docs/algorithm.md draws it; the names are those of txl_kernels/triton/tiles.py.
+// What the kernels share: masks, which tiles of keys a block needs, copies of rows into shared memory,
+// fragments of a tile, dropout. docs/algorithm.md draws it; names as in txl_kernels/triton/tiles.py.
 //
 // A tile is BM queries from i0 on by BN keys from j0 on, or rows of r from c0 on.
 #pragma once
@@ -42,17 +42,48 @@ TXL_DEVICE T opaque(T x) {
   return x;
 }
 
+// ---- Numbers of a problem ----
+
+// A negative scale turns the sign of q + u and q + v instead.
+TXL_DEVICE float sign_of_queries(const Problem& p) { return p.scale < 0 ? -1.0f : 1.0f; }
+// What turns a sum of dS with them into a gradient.
+TXL_DEVICE float scale_of_queries(const Problem& p) {
+  return static_cast<float>(p.scale < 0 ? -p.scale : p.scale);
+}
+// exp2(score * scale). Never 0: a hidden key's score is -inf.
+TXL_DEVICE float scale_of_scores(const Problem& p) { return larger(scale_of_queries(p), 1e-30f) * kLog2e; }
+TXL_DEVICE float scale_of_kept(const Problem& p) { return static_cast<float>(1 / (1 - p.dropout_p)); }
+
+// How many keys before a query's position it sees, and how many after.
+struct Reach {
+  int64_t left, right;
+
+  TXL_DEVICE explicit Reach(const Problem& p)
+      : left(p.window_left < 0 ? p.K : p.window_left),
+        right(p.causal ? 0 : (p.window_right < 0 ? p.L : p.window_right)) {}
+};
+
+// Multiples of BN, at least 0.
+template <int BN>
+TXL_DEVICE int64_t floor_to(int64_t x) {
+  return larger<int64_t>(x, 0) / BN * BN;
+}
+template <int BN>
+TXL_DEVICE int64_t ceil_to(int64_t x) {
+  return (larger<int64_t>(x, 0) + BN - 1) / BN * BN;
+}
+
 // ---- Masks in 32 bits ----
 
-// Problem's, for a batch entry.
+// Problem's, of a batch entry's keys or a share of them.
 struct Mask {
   int lo, hi, below, above, L;  // keys, their least distance to the query, and the one that is too much
 
   TXL_DEVICE Mask(const Problem& p, Range batch)
       : lo(static_cast<int>(batch.lo)), hi(static_cast<int>(batch.hi)), L(static_cast<int>(p.L)) {
-    const int64_t left = p.window_left < 0 ? p.K : p.window_left;
-    const int64_t right = p.causal ? 0 : p.window_right < 0 ? p.L : p.window_right;
-    below = static_cast<int>(p.position(0) - left), above = static_cast<int>(p.position(0) + right + 1);
+    const Reach reach(p);
+    below = static_cast<int>(p.position(0) - reach.left);
+    above = static_cast<int>(p.position(0) + reach.right + 1);
   }
 
   TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
@@ -61,34 +92,30 @@ struct Mask {
 
 // ---- Which tiles of keys a block of queries needs, and how ----
 //
-// far   every pair is seen, and every one of them uses the first row of r (or every one the last): one
-// product
-//       per query stands for the band.
-// band  the rest; those from all_lo up to all_hi are seen by all queries, the others are masked.
+// masked  before all_lo and from all_hi on: some queries do not see some keys.
+// far     every pair uses the first row of r (or every one the last): one product per query is the band.
+// band    the rest.
 
 struct KeyTiles {
-  int begin, far_first, near, far_last, end_near, end;  // band, far (first row), band, far (last row), band
-  int all_lo, all_hi;
+  int begin, all_lo, near, far_last, all_hi, end;  // masked, far (first row), band, far (last row), masked
 };
 
 template <int BM, int BN>
 TXL_DEVICE KeyTiles key_tiles(const Problem& p, Range batch, int64_t i0) {
-  const auto down = [](int64_t x) { return (x > 0 ? x : 0) / BN * BN; };
-  const auto up = [](int64_t x) { return ((x > 0 ? x : 0) + BN - 1) / BN * BN; };
   const Range first = p.keys_of_query(batch, i0);
   const Range last = p.keys_of_query(batch, smaller(i0 + BM, p.L) - 1);
-  const int64_t begin = down(first.lo), end = larger(begin, last.hi);
-  const int64_t all_lo = smaller(larger(up(last.lo), begin), end);
-  const int64_t all_hi = larger(smaller(down(first.hi), end), all_lo);
+  const int64_t begin = floor_to<BN>(first.lo), end = larger(begin, last.hi);
+  const int64_t all_lo = smaller(larger(ceil_to<BN>(last.lo), begin), end);
+  const int64_t all_hi = larger(smaller(floor_to<BN>(first.hi), end), all_lo);
   // Key 0's rows of r: the highest is that of the block's first query, the lowest that of its last.
   const int64_t high = p.band(i0, 0), low = p.band(i0 + BM - 1, 0);
-  const int64_t far_0 = larger(all_lo, smaller(down(-high), all_hi));  // keys below: rows below the first
-  const int64_t far_1 = smaller(larger(far_0, smaller(up(p.N - low), end)), all_hi);
+  // Rows before the first below far_0, behind the last from far_1 on.
+  const int64_t far_0 = larger(all_lo, smaller(floor_to<BN>(-high), all_hi));
+  const int64_t far_1 = smaller(larger(far_0, smaller(ceil_to<BN>(p.N - low), end)), all_hi);
   KeyTiles t;
   t.begin = static_cast<int>(begin), t.end = static_cast<int>(end);
   t.all_lo = static_cast<int>(all_lo), t.all_hi = static_cast<int>(all_hi);
-  t.far_first = t.all_lo, t.near = static_cast<int>(far_0);
-  t.far_last = static_cast<int>(far_1), t.end_near = t.all_hi;
+  t.near = static_cast<int>(far_0), t.far_last = static_cast<int>(far_1);
   return t;
 }
 
