@@ -225,7 +225,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
   }
 };
 
-// Shared memory is to limit the blocks, not registers: the compiler would spill for one more.
+// The compiler would spill for one more block, for which there is hardly ever shared memory.
 template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<E, kHead, BN, kWarps, kQueriesInRegisters, kDropout>> = 1;
 
