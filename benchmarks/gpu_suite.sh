@@ -50,6 +50,7 @@ if ! gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name())' 2>&1
   echo "torch finds no GPU to use: ${gpu##*$'\n'}" >&2
   exit 2
 fi
+gpu=${gpu##*$'\n'} # without warnings
 if [[ -z $folder ]]; then
   folder=benchmarks/results/$(tr 'A-Z ' 'a-z-' <<<"$gpu")
 fi
@@ -152,7 +153,7 @@ if has xdist; then
 else
   say "without pytest-xdist the tests run on one core, and may not get through in time"
 fi
-tests=(env OMP_NUM_THREADS=2 CUBLAS_WORKSPACE_CONFIG=:4096:8 "${tests[@]}")
+tests=(env OMP_NUM_THREADS=2 "${tests[@]}")
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 [[ -n $sanitizer ]] || say "left out, for want of compute-sanitizer: memcheck, racecheck"
@@ -161,13 +162,13 @@ for tool in memcheck racecheck; do
   [[ -z $sanitizer ]] || launch $tool 200 env TXL_TRITON_AUTOTUNE=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     "$sanitizer" --tool $tool --error-exitcode 1 --print-limit 20 "$python" tests/sanitize_gpu.py &
 done
-step tests 220 "${tests[@]}" -m "gpu and not slow" -k "not large" ${parallel[@]+"${parallel[@]}"}
+step tests 220 "${tests[@]}" -m "gpu and not slow" -k "not test_large" ${parallel[@]+"${parallel[@]}"}
 wait
 for tool in memcheck racecheck; do
   [[ -z $sanitizer ]] || { finish $tool && tail -n 15 "$scratch/$tool"; }
 done
 # Of tensors with more than 2^31 elements there is room for one test at a time.
-step tests-large 60 "${tests[@]}" -m gpu -k large
+step tests-large 60 "${tests[@]}" -m gpu -k test_large
 
 # ---- Benchmarks --------------------------------------------------------------------------------------------
 

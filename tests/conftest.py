@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import interpreter
@@ -9,6 +10,8 @@ import pytest
 
 if interpreter.INTERPRET:
     interpreter.choose_products()
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS says that it is not deterministic
 
 import helpers
 import torch

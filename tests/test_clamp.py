@@ -75,7 +75,7 @@ def test_clamp_equals_repeated_rows(backend, dtype, causal, N):
     short = run(backend, tensors, dout, causal=causal, r_zero=r_zero)
 
     needed = K + L - 1  # distances K-1 ... -(L-1); distance 0 in row K-1
-    source = (torch.arange(needed) - (K - 1) + r_zero).clamp(0, N - 1)
+    source = (torch.arange(needed, device=backend.device) - (K - 1) + r_zero).clamp(0, N - 1)
     long = dict(tensors, r=tensors["r"][:, source])
     written_out = run(backend, long, dout, causal=causal, r_zero=K - 1)
     written_out["dr"] = torch.zeros_like(tensors["r"], dtype=torch.float64).index_add(

@@ -491,11 +491,14 @@ def segments(backend, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
         with torch.autocast(backend.device, dtype, enabled=dtype != torch.float32):
             out = model(text[:, start:stop], memory, text[:, start + 1 : stop + 1])
         out.loss.backward()
-        results[f"loss {start}"] = out.loss.detach()
-        # A copy: CUDA graphs that are replayed write where their last results are.
+        # Copies: CUDA graphs that are replayed write where their last results are.
+        results[f"loss {start}"] = out.loss.detach().clone()
+        for name, parameter in model.named_parameters():
+            results[name] = results.get(name, 0) + parameter.grad
+            parameter.grad = None
         copied = {name: t.clone() for name, t in out.memory.tensors().items()}
         memory = Memory.restore(copied, out.memory.settings())
-    return results | {name: p.grad for name, p in model.named_parameters()}
+    return results
 
 
 MODES = [

@@ -254,7 +254,7 @@ def kept(p, seed, b, h, i, j, BN: tl.constexpr, ALIGNED: tl.constexpr):
     call = (group * 16)[:, None] + tl.arange(0, 16 * GROUPS)[None, :]
     blank = tl.zeros_like(call)
     word_0, word_1, word_2, word_3 = tl.philox(seed, call, blank + i[:, None], blank + h, blank + b)
-    threshold = p.dropout_threshold.to(tl.uint32)
+    threshold = tl.cast(p.dropout_threshold, tl.uint32)  # 1 is a constant to the compiler
     bits = (word_0 >= threshold).to(tl.int32)
     bits |= (word_1 >= threshold).to(tl.int32) << 1
     bits |= (word_2 >= threshold).to(tl.int32) << 2
