@@ -201,6 +201,22 @@ def test_all_options_at_once(dtype):
 
 
 @pytest.mark.slow
+def test_a_number_of_one(monkeypatch):
+    """Triton makes a constant of an argument that is 1: here of dropout's threshold, where p is 2^-32."""
+    ordinary, field = static._source, static.Problem._fields.index("dropout_threshold")
+
+    def source(kernel, *arguments, **named):
+        made = ordinary(kernel, *arguments, **named)
+        made.signature["p"] = made.signature["p"]._replace(dropout_threshold="constexpr")
+        made.constants[(kernel.arg_names.index("p"), field)] = 1
+        return made
+
+    monkeypatch.setattr(static, "_source", source)
+    for case in defaults(90, full=True):
+        assert_sound(case, static.report(case))
+
+
+@pytest.mark.slow
 def test_what_stands_for_what():
     """One compilation speaks for another where the page says so."""
     one, other = (static.report(case) for case in (defaults(80)[0], defaults(86)[0]))
