@@ -478,18 +478,17 @@ def test_compiled_blocks(fields, compiler):
 def segments(backend, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
     """Losses of six segments, each with the memory of those before, and the sums of their gradients.
 
-    With options for the compiler, of compiled blocks; with a dtype of 16 bits, under autocast."""
+    With options for the compiler, of the compiled model; with a dtype of 16 bits, under autocast."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, n_layer=2, n_head=2, d_model=64, d_head=32, d_inner=128, mem_len=64)
     model = TransformerXL(TransformerXLConfig(**sizes, dropout=0.0), backend.name).to(backend.device)
-    for block in model.blocks if options else ():
-        block.compile(**options)
+    forward = torch.compile(model, **options) if options else model
     text = torch.randint(50, (4, 6 * 64 + 1), generator=torch.Generator().manual_seed(1)).to(backend.device)
     memory, results = model.new_memory(4), {}
     for start in range(0, 6 * 64, 64):  # compiled, recorded, replayed
         stop = start + 64
         with torch.autocast(backend.device, dtype, enabled=dtype != torch.float32):
-            out = model(text[:, start:stop], memory, text[:, start + 1 : stop + 1])
+            out = forward(text[:, start:stop], memory, text[:, start + 1 : stop + 1])
         out.loss.backward()
         # Copies: CUDA graphs that are replayed write where their last results are.
         results[f"loss {start}"] = out.loss.detach().clone()
@@ -511,8 +510,11 @@ MODES = [
 @pytest.mark.parametrize("backend, mode", MODES)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own: that products could be in tf32, for one
 @pytest.mark.usefixtures("compiler_gives_up_aloud")
-def test_compiled_modes(backend, mode):
+def test_compiled_model(backend, mode, monkeypatch):
+    """Without a graph break, where nobody looks at the tokens' values: on a GPU the model does not."""
     expected = segments(backend, torch.float32)
+    if backend.device == "cpu":
+        monkeypatch.setattr(TransformerXL, "_check", lambda *arguments: None)
     got = segments(backend, torch.float32, mode=mode, fullgraph=True)
     for name, truth in expected.items():
         torch.testing.assert_close(got[name], truth, rtol=1e-3, atol=1e-5, msg=f"{name} differs")

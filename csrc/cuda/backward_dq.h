@@ -21,7 +21,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   using Block::kThreads, Block::kSharedBytes, Block::BM, Block::kKeyTiles, Block::kHeadTiles;
   // The gradient of the band lies where the band was. Bytes, an odd number of 16; or of 32, which are read by
   // pairs.
-  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * (Block::kBand + 8);
+  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * Block::kBandPitch;
   static_assert(kSlopePitch <= 4 * Block::kBandPitch, "whole fragments");
 
   static int64_t parts(const Params& x) { return Block::blocks_of_head(x.p); }  // of a head
