@@ -12,9 +12,15 @@ pytest.importorskip("triton")
 if INTERPRET:
     pytest.skip("TRITON_INTERPRET=1: there is nothing to compile", allow_module_level=True)
 
+import torch
 import triton_static as static
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 from triton_static import SHARED_LIMIT, Case, Report, cases, document, reports, tiles_in
 
+from txl_kernels import triton as backend
+from txl_kernels.registry import Inputs, Options
 from txl_kernels.triton import configs
 
 PAGE = ROOT / "docs" / "triton_kernels.md"
@@ -62,6 +68,58 @@ def defaults(arch, D=64, dtype=bf16, full=False) -> list[Case]:
         Case(kernel, dtype, D, arch, configs.candidates(kernel, D, dtype.itemsize, arch)[0], full=full)
         for kernel in configs.KERNELS
     ]
+
+
+# ---- Launching ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What a call asks Triton to compile: a set of (kernel, types and properties of its arguments). Nothing
+    is launched."""
+    compiled = set()
+    gpu = make_backend(GPUTarget("cuda", 90, 32))
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.name = kernel.fn.__name__
+            self.bind = create_function_from_signature(kernel.signature, kernel.params, gpu)
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *args, **constants):
+            _, specialisation, options = self.bind(*args, **constants)
+            compiled.add((self.name, str(specialisation), str(options)))
+
+    for name, kernel in backend.KERNELS.items():
+        monkeypatch.setitem(backend.KERNELS, name, Recorder(kernel))
+    monkeypatch.setattr(backend, "merge_kernel", Recorder(backend.merge_kernel))
+    monkeypatch.setattr(backend, "_arch", lambda: 90)
+    monkeypatch.setattr(backend, "_processors", lambda device: 132)
+    return compiled
+
+
+@pytest.mark.parametrize("L", [1, 100])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_sizes_compile_nothing_anew(launches, L, p):
+    """Nor do other numbers: not one that is 1, nor a multiple of 16, both of which Triton would note."""
+    found = []
+    for B, H, K, scale, dropout_p in [
+        (2, 3, 1000, 0.3, p),
+        (1, 1, 1008, 1.0, p),
+        (16, 16, 1001, 16.0, p and 2**-32),  # a threshold of 1
+        (3, 8, 3 * 1024, 0.125, p and 0.75),  # beyond 31 bits
+    ]:
+        q, k, r = torch.zeros(B, H, L, 64), torch.zeros(B, H, K, 64), torch.zeros(H, K, 64)
+        inputs = Inputs(q, k, k, r, None, None, None, torch.zeros(1, dtype=torch.int64))
+        options = Options(True, -1, -1, K - 1, scale, dropout_p)
+        out, lse = backend.forward(inputs, options)
+        backend.backward(out, inputs, out, lse, options)
+        found.append({launch for launch in launches if launch[0] != "merge_kernel"})
+        launches.clear()
+    assert len(found[0]) == 4
+    assert all(other == found[0] for other in found)
 
 
 # ---- Reading code ------------------------------------------------------------------------------------------
@@ -198,22 +256,6 @@ def test_all_options_at_once(dtype):
     """Dropout, clamped distances and a key range, which is most code and most registers."""
     for case, result in reports(defaults(90, dtype=dtype, full=True)).items():
         assert_sound(case, result)
-
-
-@pytest.mark.slow
-def test_a_number_of_one(monkeypatch):
-    """Triton makes a constant of an argument that is 1: here of dropout's threshold, where p is 2^-32."""
-    ordinary, field = static._source, static.Problem._fields.index("dropout_threshold")
-
-    def source(kernel, *arguments, **named):
-        made = ordinary(kernel, *arguments, **named)
-        made.signature["p"] = made.signature["p"]._replace(dropout_threshold="constexpr")
-        made.constants[(kernel.arg_names.index("p"), field)] = 1
-        return made
-
-    monkeypatch.setattr(static, "_source", source)
-    for case in defaults(90, full=True):
-        assert_sound(case, static.report(case))
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 from txl_kernels.triton import KERNELS, configs
 from txl_kernels.triton._forward import merge_kernel
 from txl_kernels.triton.configs import Tile
-from txl_kernels.triton.tiles import Problem, View
+from txl_kernels.triton.tiles import View
 
 Arch = int | str  # as Triton writes it: 90, "gfx942"
 
@@ -151,10 +151,8 @@ def _source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], part: bo
             )
             # Triton notes of a stride whether 16 divides it.
             attributes.update({(n, m): aligned for m in range(4 if D % 16 == 0 else 1)})
-        elif name == "p":
-            signature[name] = Problem(
-                *("fp32" if f in ("scale", "dropout_scale") else "i32" for f in Problem._fields)
-            )
+        elif name in ("scale", "dropout_scale"):
+            signature[name] = "fp32"
         elif name in ("lse", "part_lse", "delta", "parts", "clamped"):
             signature[name] = "*fp32"
             attributes[(n,)] = aligned

@@ -8,6 +8,7 @@ logic, without a GPU. In float32 and float16: in bfloat16 the interpreter comput
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from typing import Any
 
@@ -187,7 +188,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
     right = 0 if causal else L if window_right < 0 else min(window_right, L)
     r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
     clamp = r_zero < min(left, K - 1) or r_zero + min(right, L - 1) > N - 1
-    threshold, keep = philox.threshold(dropout_p), 1 / (1 - dropout_p)
+    threshold, keep = ctypes.c_int32(philox.threshold(dropout_p)).value, 1 / (1 - dropout_p)
     constants = dict(
         D=D,
         BD=configs.block_of_head(D),
@@ -238,7 +239,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
             dropout_seed,
             _view(part),
             part_lse,
-            p,
+            *p,
             splits,
             split_keys,
             HAS_U=bias_u is not None,
@@ -251,7 +252,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
                 part_lse,
                 _view(out),
                 lse,
-                p,
+                *p,
                 splits,
                 D=D,
                 BD=constants["BD"],
@@ -301,7 +302,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             _view(dq),
             delta,
             parts,
-            p,
+            *p,
             **constants,
         )
         # du, dv_bias and, if anything is clamped, the clamped parts of dr: [4, H, D].
@@ -321,7 +322,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             delta,
             _view(dk),
             _view(dv),
-            p,
+            *p,
             **constants,
         )
 
@@ -344,7 +345,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             delta,
             sums[2:],
             _view(part),
-            p,
+            *p,
             entries,
             **constants,
         )

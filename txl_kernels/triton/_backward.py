@@ -19,6 +19,7 @@ import triton.language as tl
 
 from txl_kernels.triton.tiles import (
     LOG2_E,
+    Problem,
     accumulate,
     at,
     band,
@@ -77,9 +78,10 @@ def _gradient(
     return kept_weight, gradient
 
 
-@triton.jit(do_not_specialize=["p"])
+@triton.jit(do_not_specialize=Problem._fields)
 def dq_kernel(
-    q_u, q_v, k, v, r, key_range, seed, out, lse, dout, dq, delta, parts, p,
+    q_u, q_v, k, v, r, key_range, seed, out, lse, dout, dq, delta, parts,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr,
     CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +90,7 @@ def dq_kernel(
     parts [B, H, blocks of queries, 4, D], float32: sums over the block of the content part of dq, of its
     position part, and of what its clamped pairs add to the first and to the last row of dr.
     """
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
     blocks = tl.cdiv(p.L, BM)
     block = blocks - 1 - program % blocks
@@ -266,13 +269,15 @@ def _add_queries(
     return dk_tile, dv_tile
 
 
-@triton.jit(do_not_specialize=["p"])
+@triton.jit(do_not_specialize=Problem._fields)
 def dk_dv_kernel(
-    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, dk, dv, p,
+    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, dk, dv,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN keys."""
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
     blocks = tl.cdiv(p.K, BN)
     j0 = program % blocks * BN
@@ -366,9 +371,10 @@ def _add_queries_by_row(
     return accumulate(tl.trans(ds.to(q_v_tile.dtype)), q_v_tile, dr_tile)
 
 
-@triton.jit(do_not_specialize=["p", "entries"])
+@triton.jit(do_not_specialize=[*Problem._fields, "entries"])
 def dr_kernel(
-    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, clamped, dr, p, entries,
+    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, clamped, dr,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, entries,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -376,6 +382,7 @@ def dr_kernel(
 
     clamped [2, H, D]: what clamped pairs add to the first and to the last row.
     """
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
     blocks = tl.cdiv(p.N, BN)
     c0 = program % blocks * BN

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from txl_kernels.triton.tiles import (
     LN_2,
+    Problem,
     accumulate,
     add_bias,
     at,
@@ -62,17 +63,20 @@ def _attend(
     return new_largest, total, acc
 
 
-@triton.jit(do_not_specialize=["p", "splits", "split_keys"])
+@triton.jit(do_not_specialize=[*Problem._fields, "splits", "split_keys"])
 def forward_kernel(
-    q_u, q_v, k, v, r, bias_u, bias_v, key_range, seed, out, lse, p, splits, split_keys,
-    D: tl.constexpr, BD: tl.constexpr, HAS_U: tl.constexpr, HAS_V: tl.constexpr, HAS_RANGE: tl.constexpr,
-    CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_u, q_v, k, v, r, bias_u, bias_v, key_range, seed, out, lse,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, splits,
+    split_keys, D: tl.constexpr, BD: tl.constexpr, HAS_U: tl.constexpr, HAS_V: tl.constexpr,
+    HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BM queries, over the `split_keys` keys of one split.
 
     q_u, q_v: q + u and q + v as they are, or both q, and the biases [H, D] are added here. out and
     lse [splits * B, H, L] have a batch entry for every split of every one.
     """
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     # Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
     program = tl.program_id(0)
     blocks = tl.cdiv(p.L, BM)
@@ -157,14 +161,17 @@ def forward_kernel(
     tl.store(lse + (entry.to(tl.int64) * p.H + h) * p.L + i, lse_i, mask=i < p.L)
 
 
-@triton.jit(do_not_specialize=["p", "splits"])
+@triton.jit(do_not_specialize=[*Problem._fields, "splits"])
 def merge_kernel(
-    part, part_lse, out, lse, p, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    part, part_lse, out, lse,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, splits,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query from its splits.
 
     part: View of [splits * B, H, L, D]. part_lse: [splits * B, H, L]. BS >= splits.
     """
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
     i = program % p.L
     h = program // p.L % p.H

@@ -28,7 +28,11 @@ class View(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """As in csrc/rel_attn.h, with every number within 32 bits."""
+    """As in csrc/rel_attn.h, with every number within 32 bits.
+
+    Kernels take the numbers as arguments of their own: of one within a tuple, Triton would compile a kernel
+    anew whenever it is 1 for the first time, or a multiple of 16.
+    """
 
     B: Any
     H: Any
@@ -39,7 +43,7 @@ class Problem(NamedTuple):
     window_left: Any  # unlimited: beyond any distance
     window_right: Any  # 0 if causal
     scale: Any
-    dropout_threshold: Any  # a word of Philox below this drops
+    dropout_threshold: Any  # a word of Philox below this drops; unsigned, in a signed number's bits
     dropout_scale: Any  # 1 / (1 - p)
 
 
@@ -254,7 +258,7 @@ def kept(p, seed, b, h, i, j, BN: tl.constexpr, ALIGNED: tl.constexpr):
     call = (group * 16)[:, None] + tl.arange(0, 16 * GROUPS)[None, :]
     blank = tl.zeros_like(call)
     word_0, word_1, word_2, word_3 = tl.philox(seed, call, blank + i[:, None], blank + h, blank + b)
-    threshold = tl.cast(p.dropout_threshold, tl.uint32)  # 1 is a constant to the compiler
+    threshold = p.dropout_threshold.to(tl.uint32)
     bits = (word_0 >= threshold).to(tl.int32)
     bits |= (word_1 >= threshold).to(tl.int32) << 1
     bits |= (word_2 >= threshold).to(tl.int32) << 2
