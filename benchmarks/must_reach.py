@@ -25,11 +25,12 @@ import measure
 import torch
 from bench_attn import ERROR_BOUND, Truth, describe, extra_memory, tiles, why
 from measure import DECODE, FORWARD, GPU_DECODE, GPU_HEADLINE, SHAPES, TRAIN, Problem, Task
-from rivals import RIVALS, Way, floor_kernel, ours
+from rivals import RIVALS, Way, by_warpgroups, floor_kernel, ours
 
 HEADLINE = SHAPES["headline"]
 BACKEND, GPU_BACKEND, CUDA_BACKEND = ours("cpu"), ours("triton"), ours("cuda")
 PEERS = {way.name: way for way in RIVALS}
+WARPGROUPS = by_warpgroups()
 FLOOR = "sdpa-no-position"
 GPU_PEERS = (FLOOR, "flex-compiled", "shift-compiled")
 
@@ -165,6 +166,8 @@ def teraflops(way: Way, problem: Problem, which: str) -> Callable[[int], float]:
     """Useful operations per second, in 10^12: those of visible pairs, all products."""
 
     def value(repeat: int) -> float:
+        if way is WARPGROUPS and torch.cuda.get_device_capability() != (9, 0):
+            raise Skipped("wgmma needs sm_90")
         took = medians({"ours": checked(way, problem, which)}, repeat)
         return problem.flops(which) / took["ours"] / 1e12
 
@@ -285,6 +288,12 @@ GPU_FIGURES = (
         Figure(f"CUDA C++ {name}, D {d_head}", target, "TFLOP/s", teraflops(CUDA_BACKEND, problem, which))
         for d_head, problem in GPU_HEADLINE.items()
         for name, which, target in (("forward", FORWARD, 300), ("train", TRAIN, 250))
+    ),
+    *(
+        Figure(
+            f"CUDA C++ forward by wgmma, D {d_head}", 450, "TFLOP/s", teraflops(WARPGROUPS, problem, FORWARD)
+        )
+        for d_head, problem in GPU_HEADLINE.items()
     ),
     *(
         Figure(f"CUDA C++ decode, B {batch}, D {d_head}", 0.8, "copy rate", copy_fraction(one, CUDA_BACKEND))

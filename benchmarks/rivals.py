@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from txl_kernels import rel_attention
+from txl_kernels import cuda, rel_attention
 from txl_kernels.reference import naive as reference_naive
 from txl_kernels.reference import shift as reference_shift
 
@@ -58,6 +58,19 @@ def ours(backend: str) -> Way:
     # The reference forms all scores; a fused backend forms none.
     needs = _scores(forward=7, training=8) if backend == "reference" else no_demand
     return Way(backend, lambda problem: (attend, []), needs, ours=True)
+
+
+def by_warpgroups() -> Way:
+    """Backend "cuda", its forward by wgmma, which has to be asked for."""
+
+    def attend(*tensors: Tensor) -> Tensor:
+        before, cuda.WARPGROUPS = cuda.WARPGROUPS, True
+        try:
+            return rel_attention(*tensors, backend="cuda")
+        finally:
+            cuda.WARPGROUPS = before
+
+    return Way("cuda-warpgroups", lambda problem: (attend, []), ours=True)
 
 
 # ---- What a pass needs, in tensors of [B, H, L, K] -----------------------------------------------

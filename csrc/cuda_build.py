@@ -22,6 +22,11 @@ from setuptools.errors import PlatformError
 HEADS = (32, 64, 96, 128, 256)
 CLASSES = {"bf16": HEADS, "f16": HEADS, "f32": (64, 128)}
 
+# The kernels by warpgroups: for sm_90a alone, whose instructions no other part has.
+WARPGROUP_CLASSES = {"bf16": (64, 128), "f16": (64, 128)}
+WARPGROUP_ARCH = "90a"
+WARPGROUP_FLAGS = ["-gencode", f"arch=compute_{WARPGROUP_ARCH},code=sm_{WARPGROUP_ARCH}"]
+
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
 OLDEST = 80  # cp.async, mma of bfloat16
 # One PTX serves every part, as no kernel has instructions that only later ones know: a third less to compile.
@@ -29,9 +34,9 @@ PTX = f"compute_{OLDEST}"
 FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
 
-def units() -> list[tuple[str, int]]:
+def units(classes: dict[str, tuple[int, ...]] = CLASSES) -> list[tuple[str, int]]:
     """Element and class of every translation unit, the longest to compile first."""
-    pairs = [(element, head) for element, heads in CLASSES.items() for head in heads]
+    pairs = [(element, head) for element, heads in classes.items() for head in heads]
     return sorted(pairs, key=lambda pair: -pair[1] * (2 if pair[0] == "f32" else 1))
 
 
@@ -40,6 +45,11 @@ class Toolkit:
     nvcc: list[str]
     version: str  # "13.0"
     codes: tuple[str, ...]  # "sm_80", ..., PTX
+    warpgroups: bool  # whether sm_90 is among them, and nvcc knows sm_90a
+
+    @property
+    def targets(self) -> list[str]:
+        return [*self.codes, *([f"sm_{WARPGROUP_ARCH}"] if self.warpgroups else [])]
 
     @property
     def flags(self) -> list[str]:
@@ -60,8 +70,11 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def find_codes(nvcc: list[str]) -> tuple[str, ...]:
-    known = set(output_of([*nvcc, "--list-gpu-code"]).split())
+def known_codes(nvcc: list[str]) -> set[str]:
+    return set(output_of([*nvcc, "--list-gpu-code"]).split())
+
+
+def find_codes(nvcc: list[str], known: set[str]) -> tuple[str, ...]:
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     codes = []
     for arch in asked:
@@ -102,5 +115,8 @@ def find_toolkit(torch: Path) -> tuple[Toolkit | None, str]:
             )
         return None, "not built: nvcc was not found"
     version = re.search(r"release ([\d.]+)", output_of([*nvcc, "--version"]))
-    toolkit = Toolkit(nvcc, version[1] if version else "unknown", find_codes(nvcc))
-    return toolkit, f"{' '.join(toolkit.codes)} (nvcc {toolkit.version})"
+    known = known_codes(nvcc)
+    codes = find_codes(nvcc, known)
+    warpgroups = "sm_90" in codes and f"sm_{WARPGROUP_ARCH}" in known
+    toolkit = Toolkit(nvcc, version[1] if version else "unknown", codes, warpgroups)
+    return toolkit, f"{' '.join(toolkit.targets)} (nvcc {toolkit.version})"

@@ -72,7 +72,7 @@ void check(int error, const char* op) {
 void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u, OptionalTensor bias_v,
                   OptionalTensor key_range, OptionalTensor dropout_seed, bool causal, int64_t window_left,
                   int64_t window_right, int64_t r_zero, double scale, double dropout_p, Tensor out,
-                  Tensor lse, OptionalTensor parts, int64_t splits, int64_t stream) {
+                  Tensor lse, OptionalTensor parts, int64_t splits, bool warpgroups, int64_t stream) {
   Tensors tensors(q);
   txl::Problem p =
       txl::problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p);
@@ -82,7 +82,7 @@ void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
                        tensors.view(bias_u, "bias_u"), tensors.view(bias_v, "bias_v"),
                        tensors.view(out, "out"),       tensors.pointer<void>(lse, "lse")};
   check(txl::cuda::forward(dtype_of(q), p, t, tensors.pointer<const int64_t>(dropout_seed, "dropout_seed"),
-                           static_cast<int>(splits), tensors.pointer<float>(parts, "parts"),
+                           static_cast<int>(splits), tensors.pointer<float>(parts, "parts"), warpgroups,
                            reinterpret_cast<void*>(stream)),
         "forward");
 }
@@ -118,7 +118,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
       "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, Tensor? "
       "key_range, Tensor? dropout_seed,"
       " bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p,"
-      " Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, int stream) -> ()");
+      " Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
   m.def(
       "cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, "
       "Tensor? key_range,"

@@ -83,6 +83,7 @@ def launches(element: str, head: int) -> dict[str, tuple[int, int]]:
         }
         script = f"""
 import torch, txl_kernels
+from txl_kernels import cuda
 u = torch.ones(1, {head}, dtype=torch.{DTYPES[element]}, requires_grad=True)
 k = torch.ones(1, 1, 600, {head}, dtype=torch.{DTYPES[element]})
 for L in (1, 20):
@@ -91,6 +92,11 @@ for L in (1, 20):
             k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1
         )
         out.sum().backward()
+cuda.WARPGROUPS = True
+for p in (0.0, 0.5):
+    txl_kernels.rel_attention(
+        k[:, :, :20], k[:, :, :99], k[:, :, :99], k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1
+    )
 """
         subprocess.run([sys.executable, "-c", script], env=environment, check=True)
         lines = {tuple(line.split("|")) for line in trace.read_text().splitlines()}
@@ -116,6 +122,11 @@ def compile_class(element: str, head: int, archs: tuple[int, ...]) -> list[Repor
         for arch in archs:
             subprocess.run([*nvcc, "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin, ptx], check=True)
             found += read_cubin(cubin, element, head, arch)
+            if arch == 90 and head in cuda_build.WARPGROUP_CLASSES.get(element, ()):
+                source = ROOT / "csrc" / "cuda" / "warpgroup_kernels.cu"
+                flags = [*cuda_build.FLAGS, *cuda_build.WARPGROUP_FLAGS, *defines]
+                subprocess.run([*nvcc, *flags, "-cubin", "-o", cubin, source], check=True)
+                found += read_cubin(cubin, element, head, arch)
     return found
 
 
@@ -159,6 +170,7 @@ float16's kernels are bfloat16's with other names of instructions.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
+  `WarpgroupBlock` is for sm_90a.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

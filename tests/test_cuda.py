@@ -74,15 +74,41 @@ CASES = [
 ]
 
 
-@emulated
-@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: ", ".join(f"{n} {v}" for n, v in c.items()))
-def test_against_the_reference(case, dtype):
+def check_case(case, dtype, **options):
     case = dict(case)
     sizes = {n: case.pop(n) for n in ("B", "L", "K", "N", "D", "bias") if n in case}
     if "key_range" in case:
         case["key_range"] = key_range(*case["key_range"])
-    check(CUDA, inputs(**sizes, causal=case.get("causal", True), dtype=dtype), **case)
+    check(CUDA, inputs(**sizes, causal=case.get("causal", True), dtype=dtype), **case, **options)
+
+
+def name_of(case):
+    return ", ".join(f"{n} {v}" for n, v in case.items())
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [bf16, f16, f32], ids=["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_against_the_reference(case, dtype):
+    check_case(case, dtype)
+
+
+# And far tiles between others; two warpgroups in a block, one of which has no query; dropout across both.
+WARPGROUP_CASES = [case for case in CASES if case["D"] <= 128 and case["L"] > 16] + [
+    dict(D=64, L=300, K=700, N=250),
+    dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
+    dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
+]
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", WARPGROUP_CASES, ids=name_of)
+def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    check_case(case, dtype, backward=False)
+    assert all("WarpgroupBlock" in line for line in (tmp_path / "trace").read_text().splitlines())
 
 
 @emulated
@@ -98,7 +124,8 @@ def test_keys_shared_out(monkeypatch, L, splits):
 
 
 @emulated
-def test_bits_do_not_depend_on_the_order_of_threads(tmp_path):
+@pytest.mark.parametrize("warpgroups", ["0", "1"])
+def test_bits_do_not_depend_on_the_order_of_threads(tmp_path, warpgroups):
     """A race that a barrier hides from the emulation would show; so would a sum whose order is not fixed."""
     script = f"""
 import sys; sys.path.insert(0, {str(TESTS)!r})
@@ -111,7 +138,10 @@ torch.save(got, sys.argv[1])
     def bits(**environment):
         path = tmp_path / "-".join(("bits", *environment.values()))
         subprocess.run(
-            [sys.executable, "-c", script, path], env={**os.environ, **environment}, cwd=ROOT, check=True
+            [sys.executable, "-c", script, path],
+            env={**os.environ, "TXL_CUDA_WARPGROUPS": warpgroups, **environment},
+            cwd=ROOT,
+            check=True,
         )
         return torch.load(path, weights_only=True)
 

@@ -20,8 +20,13 @@ sys.path.insert(0, str(ROOT / "csrc"))
 import cuda_build
 
 RELEASE = "12.4."
-ARCHS = (86, 89)  # those that nothing else compiles for
-UNITS = [("bf16", 64), ("bf16", 256), ("f32", 64)]  # held operands, read ones, and the other element
+# Those that nothing else compiles for, by way of one PTX.
+ARCHS = {cuda_build.PTX: ("sm_86", "sm_89"), "compute_90a": ("sm_90a",)}
+# Held operands, read ones, the other element, and warpgroups.
+UNITS = [
+    *((element, head, cuda_build.PTX) for element, head in [("bf16", 64), ("bf16", 256), ("f32", 64)]),
+    *((element, head, "compute_90a") for element, head in [("bf16", 64), ("f16", 128)]),
+]
 
 # The run-time compiler has none of the standard library's headers.
 HEADERS = {
@@ -38,6 +43,9 @@ HEADERS = {
         using false_type = integral_constant<bool, false>;
         template <class A, class B> constexpr bool is_same_v = false;
         template <class A> constexpr bool is_same_v<A, A> = true;
+        template <bool x, class A, class B> struct conditional { using type = A; };
+        template <class A, class B> struct conditional<false, A, B> { using type = B; };
+        template <bool x, class A, class B> using conditional_t = typename conditional<x, A, B>::type;
         }""",
 }
 
@@ -54,16 +62,20 @@ def folder_of(part: str) -> Path:
     return Path(distribution.locate_file("nvidia")) / f"cuda_{part}"
 
 
-def kernels(element: str, head: int) -> list[str]:
-    """Those that csrc/cuda/kernels.cu launches."""
+def kernels(element: str, head: int, ptx: str) -> list[str]:
+    """Those that csrc/cuda/kernels.cu launches, or warpgroup_kernels.cu."""
+    if ptx != cuda_build.PTX:
+        block = f"WarpgroupBlock<{element}, {head}>"
+        return [f"ForwardKernel<{block}, {dropout}>" for dropout in ("false", "true")]
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
     for dropout in ("false", "true"):
-        found += [f"ForwardOf<{element}, {head}, {warps}, {dropout}>" for warps in (1, 4)]
+        blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]
+        found += [f"ForwardKernel<{block}, {dropout}>" for block in blocks]
         found += [f"BackwardOf<{element}, {head}, {dropout}>::{name}" for name in ("Dq", "DkDv", "Dr")]
     return found
 
 
-def compile_to_ptx(folder: Path, element: str, head: int) -> bytes:
+def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
     libraries = folder_of("nvrtc") / "lib"
     ctypes.CDLL(str(libraries / "libnvrtc-builtins.so.12.4"), ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(libraries / "libnvrtc.so.12"))
@@ -74,7 +86,7 @@ def compile_to_ptx(folder: Path, element: str, head: int) -> bytes:
         ROOT / "csrc" / "cuda",
         *(folder_of(part) / "include" for part in ("runtime", "nvcc")),
     ]
-    options = ["-default-device", "-std=c++17", f"-arch={cuda_build.PTX}", *(f"-I{x}" for x in includes)]
+    options = ["-default-device", "-std=c++17", f"-arch={ptx}", *(f"-I{x}" for x in includes)]
 
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
@@ -84,11 +96,12 @@ def compile_to_ptx(folder: Path, element: str, head: int) -> bytes:
         assert getattr(nvrtc, f"nvrtcGet{of}")(program, buffer) == 0
         return buffer.value
 
-    source = b'#include "backward.h"\n#include "forward.h"\nusing namespace txl::cuda;\n'
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    headers = ("backward.h", "forward.h", "warpgroup_block.h")
+    source = "".join(f'#include "{name}"\n' for name in headers) + "using namespace txl::cuda;\n"
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     try:
-        for kernel in kernels(element, head):
-            assert nvrtc.nvrtcAddNameExpression(program, f"entry<{kernel}>".encode()) == 0
+        for name in names:
+            assert nvrtc.nvrtcAddNameExpression(program, f"entry<{name}>".encode()) == 0
         arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
         assert nvrtc.nvrtcCompileProgram(program, len(options), arguments) == 0, text("ProgramLog").decode()
         return text("PTX")
@@ -98,17 +111,18 @@ def compile_to_ptx(folder: Path, element: str, head: int) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.skipif(EMULATED, reason="TXL_CUDA_EMULATION: there is nothing to compile")
-@pytest.mark.parametrize("element, head", UNITS)
-def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head):
-    ptx, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
-    ptx.write_bytes(compile_to_ptx(tmp_path, element, head))
+@pytest.mark.parametrize("element, head, ptx", UNITS)
+def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
+    names = kernels(element, head, ptx)
+    code, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
+    code.write_bytes(compile_to_ptx(tmp_path, ptx, names))
     ptxas = folder_of("nvcc") / "bin" / "ptxas"
-    for arch in ARCHS:
-        command = [ptxas, f"-arch=sm_{arch}", "-O3", "-v", ptx, "-o", cubin]
+    for arch in ARCHS[ptx]:
+        command = [ptxas, f"-arch={arch}", "-O3", "-v", code, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         readable = subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True, check=True)
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
-        assert len(spills) == len(kernels(element, head))
+        assert len(spills) == len(names)
         # As test_cuda_static.py asks of nvcc's.
         assert not [name for name, count in spills if int(count) > 0]

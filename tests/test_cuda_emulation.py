@@ -15,7 +15,7 @@ COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++"
 
 RIGHT = [
     *("product_bf16", "product_f16", "product_f32", "product_trans_bf16", "product_trans_f16"),
-    *("shuffles", "pipeline"),
+    *("shuffles", "pipeline", "warpgroup_bf16", "warpgroup_f16"),
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
     *("same_in_any_order", "random_races", "global.copy_not_valid"),
 ]
@@ -32,6 +32,21 @@ FAULTS = {
     "pipeline_only_sync_warp": "race: shared copy of 16 bytes .* after a read by thread 0, no sync_threads",
     "pipeline_reuse": r"race: shared copy of 16 bytes at \+0 after a read by thread 96, no sync_threads in",
     "pipeline_pending_at_end": "ends with a copy not waited for",
+    "warpgroup_no_fence": r"warpgroup_mma reads \+9088, which thread 0 has written without a fence_async",
+    "warpgroup_early_fence": r"warpgroup_mma reads \+9088, which thread 0 has written without a fence_async",
+    "warpgroup_late_fence": r"warpgroup_mma reads \+9088, which thread 0 has written without a fence_async",
+    "warpgroup_no_barrier": r"shared read of 16 bytes at \+9088: copy not waited for, by thread 0",
+    "warpgroup_no_begin": "warpgroup_mma without a warpgroup_begin since the last wait",
+    "warpgroup_no_commit": "ends with a product of a warpgroup not waited for",
+    "warpgroup_no_wait": "the product differs",
+    "warpgroup_pending_at_end": "ends with a product of a warpgroup not waited for",
+    "warpgroup_one_warp_less": r"\(warp 2, .*: divergence: other products of a warpgroup than warp 0",
+    "warpgroup_one_warp_late": r"\(warp 2, .*: divergence: other products of a warpgroup than warp 0",
+    "warpgroup_overwrite": r"thread 40 .*: race: shared write of 4 bytes at \+9488 after a read by thread 3",
+    "warpgroup_overwrite_between_barriers": r"thread 40 .*: race: shared write of \+9488 after warpgroup_mma",
+    "warpgroup_no_swizzle": "warpgroup_mma: only descriptors of the 128-byte swizzle",
+    "warpgroup_wrong_index": "the product differs",
+    "warpgroup_unaligned": "the product differs",
     "exchange_warp_no_barrier": r"thread 1 .*: race: shared write of 4 bytes at \+4 after a read by thread 0",
     "exchange_warp_reuse": r"race: shared read of 4 bytes at \+0 after a write by thread 0, no sync_warp or",
     "exchange_block_no_barrier": r"race: shared write of 4 bytes at \+128 after a read by thread 0, no sync",
@@ -104,13 +119,15 @@ def test_timing(run_case):
     assert status == 0 and "context switches per second" in output
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
 def test_nvcc(tmp_path, arch):
     """The same kernels, with every intrinsic, are PTX that the assembler takes."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
     command = [nvcc, "-x", "cu", "-cubin", f"-arch={arch}", "-std=c++17", "-Werror", "all-warnings"]
+    if arch == "sm_90a":  # what alone has warpgroups
+        command.append("-DTXL_TEST_WARPGROUPS")
     build = subprocess.run([*command, SOURCE, "-o", tmp_path / "cubin"], capture_output=True, text=True)
     assert build.returncode == 0, build.stderr
     assert "warning" not in (build.stdout + build.stderr).lower()

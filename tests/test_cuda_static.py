@@ -24,6 +24,8 @@ def assert_sound(report: static.Report) -> None:
     works_on_tiles = not re.match(r"(Merge|Sum|Prepare)Kernel", report.kernel)
     if works_on_tiles:
         assert report.tensor > 0, f"{report.kernel} on sm_{report.arch}: no product by tensor cores in a loop"
+    if "Warpgroup" in report.kernel:
+        assert any(name.startswith("HGMMA") for loop in report.loops for name in loop.names), report.kernel
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
     assert report.stack == report.local == 0, f"{report.kernel} spills on sm_{report.arch}"
 
@@ -80,6 +82,20 @@ def test_matrix_loads_meet_no_bank_twice(element, head):
     """ldmatrix: eight rows of 16 bytes at a time."""
     pitch = pitch_of(element, head)
     assert passes([tuple(row * pitch + word for word in range(4)) for row in range(8)]) == 1
+
+
+@pytest.mark.parametrize("head", cuda_build.WARPGROUP_CLASSES["bf16"])
+def test_panels_meet_no_bank_twice(head):
+    """csrc/cuda/tiles.h: Panels::at. Eight lanes copy a row's pieces; ldmatrix reads one of eight rows."""
+
+    def words(row, piece):
+        start = piece // 8 * 64 * 32 + row * 32 + (piece % 8 ^ row % 8) * 4
+        return tuple(range(start, start + 4))
+
+    for piece in range(head // 8):
+        assert passes([words(row, piece) for row in range(8)]) == 1
+    for row in range(8):
+        assert passes([words(row, piece) for piece in range(8)]) == 1
 
 
 @pytest.mark.parametrize("head", cuda_build.CLASSES["f32"])

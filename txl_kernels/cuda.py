@@ -2,6 +2,9 @@
 
 TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/cuda_emulation/): then the
 backend serves tensors on the CPU, slowly, every access to memory checked.
+
+TXL_CUDA_WARPGROUPS=1, or WARPGROUPS = True in this module: on sm_90, forward by wgmma where there is a kernel
+with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the default: no GPU has measured it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
 
 NAME = "cuda"
+WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS") == "1"
 
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
@@ -86,6 +90,10 @@ def _processors(device: torch.device) -> int:
     return 1 if _EMULATION else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _has_warpgroups(device: torch.device) -> bool:
+    return WARPGROUPS and (bool(_EMULATION) or torch.cuda.get_device_capability(device) == (9, 0))
+
+
 def _stream(device: torch.device) -> int:
     return 0 if _EMULATION else torch.cuda.current_stream(device).cuda_stream
 
@@ -112,9 +120,10 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     blocks = -(-L // (_DECODE_QUERIES if L <= _DECODE_QUERIES else 64)) * B * H
     splits = max(1, min(4 * _processors(q.device) // blocks, inputs.k.shape[2] // _SPLIT_KEYS))
     parts = q.new_empty(splits, B * H * L * (D + 1), dtype=torch.float32) if splits > 1 else None
+    warpgroups = L > _DECODE_QUERIES and _has_warpgroups(q.device)
     with _on(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
-            *inputs.prepared(), *options, out, lse, parts, splits, _stream(q.device)
+            *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, _stream(q.device)
         )
     return out, lse
 

@@ -152,8 +152,8 @@ struct DkDvKernel {
 
   TXL_DEVICE void load_keys() {
     const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
-    copy_rows<kHead, kThreads>(k_tile(), 0, Source<E>(t.k, b, h, p), BN, key);
-    copy_rows<kHead, kThreads>(v_tile(), 0, Source<E>(t.v, b, h, p), BN, key);
+    copy_rows<kThreads>(k_tile(), 0, Source<E>(t.k, b, h, p), BN, key);
+    copy_rows<kThreads>(v_tile(), 0, Source<E>(t.v, b, h, p), BN, key);
     if constexpr (kHeld) {
       commit_copies();
       wait_copies<0>();
@@ -181,13 +181,13 @@ struct DkDvKernel {
 
   // Starts to copy q + v, and the rows of r that the tile before has not brought.
   TXL_DEVICE void copy_position(int i0) {
-    copy_rows<kHead, kThreads>(q_v(), 0, params.template query_rows<E>(params.w.q_v, opaque(b), h), BM,
-                               [&](int y) { return i0 + y < mask.L ? i0 + y : -1; });
+    copy_rows<kThreads>(q_v(), 0, params.template query_rows<E>(params.w.q_v, opaque(b), h), BM,
+                        [&](int y) { return i0 + y < mask.L ? i0 + y : -1; });
     const int new_chunks = follows_band(i0) ? 1 : kChunks;
     for (int chunk = 0; chunk < new_chunks; ++chunk) {
       const int c = lowest_row - i0 + chunk * BM;
-      copy_rows<kHead, kThreads>(ring(), ring_row(i0, chunk * BM), Source<E>(t.r, 0, opaque(h), p), BM,
-                                 [&](int n) { return p.r_row(c + n); });
+      copy_rows<kThreads>(ring(), ring_row(i0, chunk * BM), Source<E>(t.r, 0, opaque(h), p), BM,
+                          [&](int n) { return p.r_row(c + n); });
     }
   }
 
@@ -200,9 +200,8 @@ struct DkDvKernel {
 
   TXL_DEVICE void copy_queries(int i0) {
     const auto query = [&](int y) { return i0 + y < mask.L ? i0 + y : -1; };
-    copy_rows<kHead, kThreads>(q_u(), 0, params.template query_rows<E>(params.w.q_u, opaque(b), h), BM,
-                               query);
-    copy_rows<kHead, kThreads>(dout(), 0, Source<E>(t.dout, opaque(b), h, p), BM, query);
+    copy_rows<kThreads>(q_u(), 0, params.template query_rows<E>(params.w.q_u, opaque(b), h), BM, query);
+    copy_rows<kThreads>(dout(), 0, Source<E>(t.dout, opaque(b), h, p), BM, query);
     copy_statistics<BM>(base + kStatisticsAt, params.queries(b, h), i0, p.L);
   }
 

@@ -71,16 +71,15 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
       copy_tile(t, tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
-      wait_copies<0>();
-      sync_threads();  // this tile is there for all, and all are done with the one before
+      this->wait_tile();
       base = opaque(base);
       if (j0 + BN < tiles.end) copy_tile(t, j0 + BN);
       if (is_far(j0))
-        add_keys<true, false>(j0);
+        add_tile<true, false>(j0);
       else if (is_edge(j0))
-        add_keys<false, true>(j0);
+        add_tile<false, true>(j0);
       else
-        add_keys<false, false>(j0);
+        add_tile<false, false>(j0);
     }
     store();
   }
@@ -89,9 +88,9 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   TXL_DEVICE void load_queries() {
     const auto row = [&](int y) { return i0 + y < mask.L ? i0 + y : -1; };
-    copy_rows<kHead, kThreads>(query_rows(0), 0, params.template query_rows<E>(params.w.q_u, b, h), BM, row);
-    copy_rows<kHead, kThreads>(query_rows(1), 0, params.template query_rows<E>(params.w.q_v, b, h), BM, row);
-    copy_rows<kHead, kThreads>(query_rows(2), 0, Source<E>(t.dout, b, h, p), BM, row);
+    copy_rows<kThreads>(query_rows(0), 0, params.template query_rows<E>(params.w.q_u, b, h), BM, row);
+    copy_rows<kThreads>(query_rows(1), 0, params.template query_rows<E>(params.w.q_v, b, h), BM, row);
+    copy_rows<kThreads>(query_rows(2), 0, Source<E>(t.dout, b, h, p), BM, row);
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -101,7 +100,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   // ---- A tile ----
 
   template <bool kFar, bool kEdge>
-  TXL_DEVICE void add_keys(int j0) {
+  TXL_DEVICE void add_tile(int j0) {
     float ds[kKeyTiles][4] = {};
     if constexpr (kFar)
       add_far_term(ds, j0);

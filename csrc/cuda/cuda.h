@@ -16,9 +16,10 @@ struct f16;
 using f32 = float;
 
 // dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
-// parts, float32 [splits, B * H * L * (D + 1)].
+// parts, float32 [splits, B * H * L * (D + 1)]. warpgroups: whether the GPU is sm_90 and is to use wgmma
+// where there is a kernel with it.
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-            float* parts, void* stream);
+            float* parts, bool warpgroups, void* stream);
 
 // workspace: as many float32 as backward_workspace says.
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
@@ -36,6 +37,12 @@ struct Kernels {
   static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                       void* stream);
   static int64_t backward_workspace(const Problem& p);
+};
+
+// The same, by warpgroups: of warpgroup_kernels.cu.
+template <typename E, int kHead>
+struct WarpgroupKernels {
+  static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, void* stream);
 };
 
 }  // namespace txl::cuda

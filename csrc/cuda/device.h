@@ -182,6 +182,69 @@ TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   }
 }
 
+// ---- Warpgroups: sm_90a ----
+//
+// Four neighbouring warps, the first a multiple of four, together. What b is read from was written before,
+// each writing thread then came to fence_async_proxy, and then all to a barrier.
+TXL_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// After the last write of registers that the next products read or add to.
+TXL_DEVICE void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The products since the last commit become one group.
+TXL_DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most n groups, the last ones, are unfinished.
+template <int n>
+TXL_DEVICE void warpgroup_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+
+// Starts d[64, 8 kTiles] = a[64, 16] b[16, 8 kTiles], kAdd: += of it. Each warp has 16 rows of d and of a, in
+// the places of mma_half; until the product has been waited for, both are the tensor cores'. b is read from
+// shared memory, from where a descriptor says (tiles.h: Panels); kTransposed: it lies there by rows.
+template <typename E, bool kTransposed, bool kAdd, int kTiles>
+TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(is_half<E> && (kTiles == 8 || kTiles == 16), "bf16 or f16; 64 or 128 columns");
+#define TXL_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define TXL_D8(n) \
+  TXL_D(n), TXL_D(n + 1), TXL_D(n + 2), TXL_D(n + 3), TXL_D(n + 4), TXL_D(n + 5), TXL_D(n + 6), TXL_D(n + 7)
+#define TXL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kTransposed)
+#define TXL_D32                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
+  "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TXL_D64                                                                             \
+  TXL_D32                                                                                   \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TXL_WGMMA_64(type)                                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" TXL_D32 \
+               "}, {%32, %33, %34, %35}, %36, %37, 1, 1, %38;"                          \
+               : TXL_D8(0)                                                              \
+               : TXL_A)
+#define TXL_WGMMA_128(type)                                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" TXL_D64 \
+               "}, {%64, %65, %66, %67}, %68, %69, 1, 1, %70;"                           \
+               : TXL_D8(0), TXL_D8(8)                                                    \
+               : TXL_A)
+  if constexpr (kTiles == 8) {
+    if constexpr (is_bf16<E>)
+      TXL_WGMMA_64("bf16");
+    else
+      TXL_WGMMA_64("f16");
+  } else {
+    if constexpr (is_bf16<E>)
+      TXL_WGMMA_128("bf16");
+    else
+      TXL_WGMMA_128("f16");
+  }
+#undef TXL_D
+#undef TXL_D8
+#undef TXL_A
+#undef TXL_D32
+#undef TXL_D64
+#undef TXL_WGMMA_64
+#undef TXL_WGMMA_128
+}
+
 // The nearest number of 10 explicit bits (ties away from zero): a float32, whose lower 13 bits are 0.
 TXL_DEVICE uint32_t tf32(float x) {
   uint32_t y;
@@ -353,6 +416,7 @@ using emulation::any;
 using emulation::block_index;
 using emulation::commit_copies;
 using emulation::exp2_fast;
+using emulation::fence_async_proxy;
 using emulation::load_global;
 using emulation::load_shared;
 using emulation::log2_fast;
@@ -367,6 +431,9 @@ using emulation::sync_warp;
 using emulation::tf32;
 using emulation::thread_index;
 using emulation::wait_copies;
+using emulation::warpgroup_begin;
+using emulation::warpgroup_commit;
+using emulation::warpgroup_wait;
 
 TXL_DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrix<4, false>(r, row); }
 TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
@@ -381,6 +448,12 @@ template <typename E>
 TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static_assert(is_half<E>, "bf16 or f16");
   emulation::mma<is_bf16<E>>(d, a, b);
+}
+
+template <typename E, bool kTransposed, bool kAdd, int kTiles>
+TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(is_half<E>, "bf16 or f16");
+  emulation::warpgroup_mma<is_bf16<E>, kTransposed, kAdd>(d, a, b);
 }
 
 inline void copy_async_16(uint32_t shared, const void* global, bool valid) {

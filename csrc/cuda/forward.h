@@ -21,21 +21,22 @@ struct ForwardParams {
   TXL_HD int64_t rows() const { return p.B * p.H * p.L; }
 };
 
-// kQueriesInRegisters: q + u and q + v, queries 0 and 1, both or neither. kDropout: whether any probability
-// may be dropped.
-template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, bool kDropout>
-struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRegisters ? 2 : 0)> {
+// Block: what computes the products of a tile, by warps (QueryBlock) or by warpgroups (WarpgroupBlock); its
+// queries 0 and 1 are q + u and q + v. kDropout: whether any probability may be dropped.
+template <typename Block, bool kDropout>
+struct ForwardKernel : private Block {
   using Params = ForwardParams;
-  using Block = QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRegisters ? 2 : 0)>;
-  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::kKeyTiles, Block::kHeadTiles;
+  using E = typename Block::Element;
+  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles,
+      Block::kHeadTiles;
 
   static int64_t blocks(const Params& x) { return Block::blocks_of_head(x.p) * x.splits * x.p.H * x.p.B; }
   static TXL_DEVICE void run(const Params& params) { ForwardKernel(params).attend(); }
 
  private:
   using Block::is_masked, Block::is_far, Block::row_of_lane, Block::query_rows;
-  using Block::k_tile, Block::v_tile, Block::ring, Block::copy_tile;
   using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles;
+  using Block::ring, Block::copy_tile;
 
   const Params& params;
   const Forward& t;
@@ -70,15 +71,14 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
       copy_tile(t, tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
-      wait_copies<0>();
-      sync_threads();  // this tile is there for all, and all are done with the one before
+      this->wait_tile();
       if (j0 + BN < tiles.end) copy_tile(t, j0 + BN);
       if (is_far(j0))
-        add_keys<true, false>(j0);
+        add_tile<true, false>(j0);
       else if (is_masked(j0))
-        add_keys<false, true>(j0);
+        add_tile<false, true>(j0);
       else
-        add_keys<false, false>(j0);
+        add_tile<false, false>(j0);
     }
     store();
   }
@@ -106,8 +106,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
   // (q + v) . r at the two ends of r, by a product with 16 rows that repeat the first or the last.
   TXL_DEVICE void load_far_terms() {
     if (tiles.all_lo == tiles.near && tiles.far_last == tiles.all_hi) return;
-    copy_rows<kHead, kThreads>(ring(), 0, Source<E>(t.r, 0, h, p), 32,
-                               [&](int n) { return n < 16 ? 0 : p.N - 1; });
+    copy_rows<kThreads>(ring(), 0, Source<E>(t.r, 0, h, p), 32, [&](int n) { return n < 16 ? 0 : p.N - 1; });
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -120,16 +119,16 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
   // ---- A tile ----
 
   template <bool kFar, bool kMasked>
-  TXL_DEVICE void add_keys(int j0) {
-    float score[kKeyTiles][4] = {};
+  TXL_DEVICE void add_tile(int j0) {
+    float score[kKeyTiles][4];
     if constexpr (kFar) {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
         for (int x = 0; x < 4; ++x) score[n][x] = j0 < tiles.near ? far_first[x / 2] : far_last[x / 2];
+      Block::add_keys(score, j0);
     } else {
-      this->take_band(score, j0);
+      Block::take_scores(score, j0);
     }
-    this->template add_query_product<0>(score, k_tile(j0), [](int n) { return n; });
     if constexpr (kMasked) {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
@@ -138,7 +137,7 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
     }
     softmax<kMasked>(score);
     if constexpr (kDropout) drop(score, j0);
-    add_values<kMasked>(score, j0);
+    Block::template add_values<kMasked>(acc, score, j0, [&](int n, int x) { return sees(j0, n, x); });
   }
 
   // Whether the lane's query x / 2 sees key x % 2 of the lane's in n8 tile n.
@@ -179,22 +178,6 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
         if (!this->keeps(j0, n, x)) weight[n][x] = 0;
   }
 
-  template <bool kMasked>
-  TXL_DEVICE void add_values(const float (&weight)[kKeyTiles][4], int j0) {
-    const Rows<E, kHead> values = v_tile(j0);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; n += 2) {
-      const auto a = Square<E>::of(weight[n], weight[n + 1]);
-      TXL_UNROLL_GPU
-      for (int d = 0; d < kHeadTiles; d += 2) {
-        auto x = SquareRows<E>::load(values, 8 * n, 8 * d);
-        if constexpr (kMasked)
-          put_nan(acc[d], acc[d + 1], x.take_infinite(), [&](int m, int e) { return sees(j0, n + m, e); });
-        add_square(acc[d], acc[d + 1], a, x);
-      }
-    }
-  }
-
   TXL_DEVICE void store() {
     const int64_t split = block_index() / Block::blocks_of_head(p) % params.splits;
     TXL_UNROLL_GPU
@@ -226,8 +209,8 @@ struct ForwardKernel : private QueryBlock<E, kHead, BN, kWarps, 2, (kQueriesInRe
 };
 
 // The compiler would spill for one more block, for which there is hardly ever shared memory.
-template <typename E, int kHead, int BN, int kWarps, bool kQueriesInRegisters, bool kDropout>
-constexpr int kLeastBlocks<ForwardKernel<E, kHead, BN, kWarps, kQueriesInRegisters, kDropout>> = 1;
+template <typename Block, bool kDropout>
+constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
 // out and lse of a query from its splits. A split that saw nothing has lse -inf and zeros.
 template <typename E>
@@ -265,17 +248,27 @@ struct MergeKernel {
 
 constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
-// The kernel for a class of head dimensions. float32, split into two, leaves no registers for queries.
-template <typename E, int kHead, int kWarps, bool kDropout>
-using ForwardOf = ForwardKernel<E, kHead,
+// For a class of head dimensions. float32, split into two, leaves no registers for queries.
+template <typename E, int kHead, int kWarps>
+using ForwardBlock = QueryBlock<E, kHead,
                                 (!is_half<E> || kHead > 128 ? 16
                                  : kHead > 64               ? 32
                                                             : 64),
-                                kWarps, (is_half<E> && kHead <= 128), kDropout>;
+                                kWarps, 2, (is_half<E> && kHead <= 128 ? 2 : 0)>;
 
 template <typename Kernel, typename Params>
 auto launch_kernel(const Params& params, uint32_t shared_bytes, void* stream) {
   return launch<Kernel>(Kernel::blocks(params), shared_bytes, params, stream);
+}
+
+// Block as of ForwardKernel.
+template <typename Block>
+int launch_forward(const ForwardParams& params, void* stream) {
+  const auto start = [&](auto dropout) -> int {
+    using Kernel = ForwardKernel<Block, decltype(dropout)::value>;
+    return launch_kernel<Kernel>(params, Kernel::kSharedBytes, stream);
+  };
+  return params.p.dropout_p > 0 ? start(std::true_type{}) : start(std::false_type{});
 }
 
 // parts: [splits, B * H * L * (D + 1)], or null for one split.
@@ -284,15 +277,8 @@ int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_se
                    void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
   const ForwardParams params{p, t, dropout_seed, splits, split_keys, parts};
-  const auto start = [&](auto warps, auto dropout) -> int {
-    using Kernel = ForwardOf<E, kHead, decltype(warps)::value, decltype(dropout)::value>;
-    return launch_kernel<Kernel>(params, Kernel::kSharedBytes, stream);
-  };
-  const auto start_warps = [&](auto warps) {
-    return p.dropout_p > 0 ? start(warps, std::true_type{}) : start(warps, std::false_type{});
-  };
-  const int error = p.L <= kDecodeQueries ? start_warps(std::integral_constant<int, 1>{})
-                                          : start_warps(std::integral_constant<int, 4>{});
+  const int error = p.L <= kDecodeQueries ? launch_forward<ForwardBlock<E, kHead, 1>>(params, stream)
+                                          : launch_forward<ForwardBlock<E, kHead, 4>>(params, stream);
   if (error || splits == 1) return error;
   return launch_kernel<MergeKernel<E>>(params, 0, stream);
 }

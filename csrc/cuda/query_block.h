@@ -12,9 +12,14 @@
 namespace txl::cuda {
 
 // kHead: channels of a tile, at least D. kOperands: of BM queries each, the first kHeld of which are kept in
-// registers; the others are read again for every tile of keys.
-template <typename E, int kHead, int BN, int kWarps, int kOperands, int kHeld>
+// registers; the others are read again for every tile of keys. kPanels: how tiles lie in shared memory.
+template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld, bool kPanels = false>
 struct QueryBlock {
+  using Element = E;
+  static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
+  template <int kRows>
+  using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
+
   static constexpr int kThreads = 32 * kWarps, BM = 16 * kWarps;
   static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
   static constexpr int kChunks = (BM + BN - 1) / BN + 1,
@@ -26,12 +31,15 @@ struct QueryBlock {
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
-  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kTileBytes = BN * kRowBytes;
+  static constexpr uint32_t kRowBytes = kPanels ? kRow<E, kHead> : Rows<E, kHead>::kPitch;
+  static constexpr uint32_t kTileBytes = BN * kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
-  static constexpr uint32_t kSharedBytes = kEnd > kAllQueries ? kEnd : kAllQueries;
+  static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of all of these; shared_base() has 128
+  static constexpr uint32_t kSharedBytes = (kEnd > kAllQueries ? kEnd : kAllQueries) + kAlignment - 128;
+  static_assert(!kPanels || (kTilesAt % kAlignment == 0 && kQueryBytes % kAlignment == 0), "whole panels");
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
 
@@ -53,7 +61,7 @@ struct QueryBlock {
         i0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BM),
         mask(p, share(p.keys_of_batch(b), block_index() / blocks_of_head() % splits, split_keys)),
         tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
-        base(shared_base()) {}
+        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment) {}
 
   TXL_DEVICE bool is_masked(int j0) const { return j0 < tiles.all_lo || j0 >= tiles.all_hi; }
   TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
@@ -67,7 +75,7 @@ struct QueryBlock {
 
   // ---- Queries ----
 
-  TXL_DEVICE Rows<E, kHead> query_rows(int n) const {
+  TXL_DEVICE Tile<BM> query_rows(int n) const {
     const int place = n < kHeld ? kOperands - kHeld + n : n - kHeld;
     return {base + static_cast<uint32_t>(place) * kQueryBytes};
   }
@@ -86,7 +94,7 @@ struct QueryBlock {
 
   // acc[n] += query n rows^T, as add_product.
   template <int n, int kTiles, typename F>
-  TXL_DEVICE void add_query_product(float (&acc)[kTiles][4], Rows<E, kHead> rows, F row_of) const {
+  TXL_DEVICE void add_query_product(float (&acc)[kTiles][4], Tile<BN> rows, F row_of) const {
     if constexpr (n < kHeld)
       add_product<true>(acc, [&](int d) { return held[n][d]; }, rows, row_of);
     else
@@ -97,18 +105,21 @@ struct QueryBlock {
   // ---- Keys, values, r ----
 
   // Keys and values have two places each, in turns.
-  TXL_DEVICE Rows<E, kHead> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
-  TXL_DEVICE Rows<E, kHead> v_tile(int j0) const {
-    return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes};
+  TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
+  TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes}; }
+  TXL_DEVICE Tile<BN> ring(int chunk = 0) const {
+    return {base + kTilesAt + static_cast<uint32_t>(4 + chunk) * kTileBytes};
   }
-  TXL_DEVICE Rows<E, kHead> ring() const { return {base + kTilesAt + 4 * kTileBytes}; }
 
   // The row of r, not yet clamped, of the block's last query and key j0: column 0 of the block's band.
   TXL_DEVICE int lowest_row(int j0) const { return static_cast<int>(p.band(opaque(i0) + BM - 1, j0)); }
-  // Where in the ring column x of the block's band has its row of r.
+  // Where in the ring the rows of r are: of the n-th BN columns of the block's band, and of its column x.
+  static TXL_DEVICE int ring_chunk(int j0, int n) {
+    return static_cast<int>((static_cast<uint32_t>(j0) / BN + static_cast<uint32_t>(n)) % kRing);
+  }
   static TXL_DEVICE int ring_row(int j0, int x) {
-    const uint32_t column = static_cast<uint32_t>(x), tile = static_cast<uint32_t>(j0) / BN;
-    return static_cast<int>((tile + column / BN) % kRing * BN + column % BN);
+    const uint32_t column = static_cast<uint32_t>(x);
+    return ring_chunk(j0, static_cast<int>(column / BN)) * BN + static_cast<int>(column % BN);
   }
   // The warp's first column among the block's.
   static TXL_DEVICE int own_column() { return BM - 16 - 16 * opaque(warp()); }
@@ -118,18 +129,56 @@ struct QueryBlock {
   template <typename Tensors>
   TXL_DEVICE void copy_tile(const Tensors& t, int j0) {
     const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
-    copy_rows<kHead, kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
+    copy_rows<kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
     if (!is_far(j0)) {
       const Source<E> r_rows(t.r, 0, opaque(h), p);
       const int new_chunks = follows_band(j0) ? 1 : kChunks;
       for (int chunk = kChunks - new_chunks; chunk < kChunks; ++chunk) {
         const int c = lowest_row(j0) + chunk * BN;
-        copy_rows<kHead, kThreads>(ring(), ring_row(j0, chunk * BN), r_rows, BN,
-                                   [&](int n) { return p.r_row(c + n); });
+        copy_rows<kThreads>(ring(ring_chunk(j0, chunk)), 0, r_rows, BN,
+                            [&](int n) { return p.r_row(c + n); });
       }
     }
-    copy_rows<kHead, kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);
+    copy_rows<kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);
     commit_copies();
+  }
+
+  // ---- A tile ----
+
+  // All threads' copies have arrived, and all threads are done with the tile before.
+  TXL_DEVICE void wait_tile() const {
+    wait_copies<0>();
+    if constexpr (kPanels) fence_async_proxy();
+    sync_threads();
+  }
+
+  // score = (q + u) k^T + (q + v) r^T, moved.
+  TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
+    take_band(score, j0);
+    add_keys(score, j0);
+  }
+
+  // score += (q + u) k^T.
+  TXL_DEVICE void add_keys(float (&score)[kKeyTiles][4], int j0) const {
+    add_query_product<0>(score, k_tile(j0), [](int n) { return n; });
+  }
+
+  // acc += weight v. kMasked: some queries do not see some keys, by sees(n8 tile, element).
+  template <bool kMasked, typename F>
+  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0,
+                             F sees) const {
+    const Tile<BN> values = v_tile(j0);
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; n += 2) {
+      const auto a = Square<E>::of(weight[n], weight[n + 1]);
+      TXL_UNROLL_GPU
+      for (int d = 0; d < kHeadTiles; d += 2) {
+        auto x = SquareRows<E>::load(values, 8 * n, 8 * d);
+        if constexpr (kMasked)
+          put_nan(acc[d], acc[d + 1], x.take_infinite(), [&](int m, int e) { return sees(n + m, e); });
+        add_square(acc[d], acc[d + 1], a, x);
+      }
+    }
   }
 
   // ---- The band ----
@@ -149,22 +198,38 @@ struct QueryBlock {
     }
     float next[kKeyTiles][4] = {};
     add_query_product<1>(next, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
-    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
-    const uint32_t own = own_band() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
+    const uint32_t own = band_of_lane();
     sync_warp();  // what the tile before has left here was read
     for (int n = 0; n < 2; ++n) write_band(own + 32 * n, carry[n]);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n) write_band(own + 64 + 32 * n, next[n]);
     for (int n = 0; n < 2; ++n)
       for (int x = 0; x < 4; ++x) carry[n][x] = next[kKeyTiles - 2 + n][x];
+    read_band(own, [&](int n, int x, float band) { score[n][x] = band; });
+  }
+
+  // Where the lane's part of the first eight columns is.
+  TXL_DEVICE uint32_t band_of_lane() const {
+    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
+    return own_band() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
+  }
+  // Two columns of the lane's queries.
+  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
+    store_shared(at, float2{x[0], x[1]});
+    store_shared(at + 8 * kBandPitch * 4, float2{x[2], x[3]});
+  }
+  // What the warp has written, moved, by put(n8 tile, element, number).
+  template <typename F>
+  static TXL_DEVICE void read_band(uint32_t own, F put) {
     sync_warp();
     // The lane's first query begins at its column 15 - row, the other one 8 before that.
-    const uint32_t first = own + static_cast<uint32_t>(15 - row) * 4;
+    const uint32_t first = own + static_cast<uint32_t>(15 - opaque(lane()) / 4) * 4;
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x)
-        score[n][x] = load_shared<float>(
-            first + static_cast<uint32_t>(x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2) * 4);
+      for (int x = 0; x < 4; ++x) {
+        const int place = x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2;
+        put(n, x, load_shared<float>(first + static_cast<uint32_t>(place) * 4));
+      }
   }
 
   // ---- Dropout ----
@@ -194,12 +259,6 @@ struct QueryBlock {
 
   static TXL_DEVICE Range share(Range keys, int64_t n, int64_t split_keys) {
     return {larger(keys.lo, n * split_keys), smaller(keys.hi, (n + 1) * split_keys)};
-  }
-
-  // Two columns of the lane's queries.
-  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
-    store_shared(at, float2{x[0], x[1]});
-    store_shared(at + 8 * kBandPitch * 4, float2{x[2], x[3]});
   }
 };
 

@@ -37,7 +37,10 @@ TXL_HD T larger(T a, T b) {
 template <typename T>
 TXL_DEVICE T opaque(T x) {
 #if defined(__CUDACC__)
-  asm volatile("" : "+r"(x));
+  if constexpr (std::is_same_v<T, float>)
+    asm volatile("" : "+f"(x));
+  else
+    asm volatile("" : "+r"(x));
 #endif
   return x;
 }
@@ -145,8 +148,10 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 
 // Rows of kHead channels, 16 bytes of padding behind each: eight rows, read at the same place, lie in
 // different banks.
-template <typename E, int kHead>
+template <typename E, int kChannels>
 struct Rows {
+  using Element = E;
+  static constexpr int kHead = kChannels;
   static constexpr uint32_t kPitch = kRow<E, kHead> + 16;
   static_assert(kPitch / 16 % 2 == 1, "an odd number of 16 bytes");
 
@@ -154,6 +159,43 @@ struct Rows {
 
   TXL_DEVICE uint32_t at(int row, int channel) const {
     return address + static_cast<uint32_t>(row) * kPitch + static_cast<uint32_t>(channel) * sizeof(E);
+  }
+};
+
+// The same as wgmma reads it: panels of kRows rows of 128 bytes, one behind the other; in row n the pieces of
+// 16 bytes have changed places, by n % 8, so that eight rows lie in different banks here too.
+template <typename E, int kChannels, int kRows>
+struct Panels {
+  using Element = E;
+  static constexpr int kHead = kChannels;
+  static constexpr int kChannelsOfPanel = 128 / static_cast<int>(sizeof(E));
+  static constexpr uint32_t kPanelBytes = kRows * 128;
+  static_assert(kHead % kChannelsOfPanel == 0 && kRows % 8 == 0,
+                "whole panels, of whole groups of eight rows");
+
+  uint32_t address;  // a multiple of 1,024
+
+  TXL_DEVICE uint32_t at(int row, int channel) const {
+    const uint32_t n = static_cast<uint32_t>(row), c = static_cast<uint32_t>(channel);
+    const uint32_t byte = c % kChannelsOfPanel * sizeof(E);
+    return address + c / kChannelsOfPanel * kPanelBytes + n * 128 + (byte ^ n % 8 * 16);
+  }
+
+  // For warpgroup_mma: channels kStep d to kStep (d + 1) - 1 of all rows, each a column of b.
+  TXL_DEVICE uint64_t columns(int d) const {
+    constexpr int kSteps = kChannelsOfPanel / kStep<E>;
+    return descriptor(address + static_cast<uint32_t>(d / kSteps) * kPanelBytes +
+                      static_cast<uint32_t>(d % kSteps) * 32);
+  }
+  // Of 16 rows from `row` on all channels, the rows of a transposed b.
+  TXL_DEVICE uint64_t rows(int row) const { return descriptor(address + static_cast<uint32_t>(row) * 128); }
+
+ private:
+  // PTX ISA, "Matrix Descriptor Format": where it starts, from a panel to the next, from eight rows to the
+  // next, all in 16 bytes; and the 128-byte swizzle.
+  static TXL_DEVICE uint64_t descriptor(uint32_t start) {
+    return uint64_t{1} << 62 | uint64_t{1024 / 16} << 32 | uint64_t{kPanelBytes / 16} << 16 |
+           (start & 0x3ffff) / 16;
   }
 };
 
@@ -173,8 +215,9 @@ struct Source {
 
 // Starts to copy `count` rows: row n is source's row(n), zeros where that is negative. The channels from D on
 // are zeros too. All threads of the block take part.
-template <int kHead, int kThreads, typename E, typename F>
-TXL_DEVICE void copy_rows(Rows<E, kHead> to, int to_row, const Source<E>& source, int count, F row) {
+template <int kThreads, typename Tile, typename E, typename F>
+TXL_DEVICE void copy_rows(Tile to, int to_row, const Source<E>& source, int count, F row) {
+  constexpr int kHead = Tile::kHead;
   const int thread = opaque(thread_index());
   if (source.wide) {
     // A loop that can be unrolled, because every thread has as many pieces; if possible all of a column, so
@@ -229,8 +272,9 @@ struct Fragment {
 };
 
 // 16 rows from `row` on, channels kStep d to kStep (d + 1) - 1.
-template <typename E, int kHead>
-TXL_DEVICE Fragment load_fragment(Rows<E, kHead> rows, int row, int d) {
+template <typename Tile>
+TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d) {
+  using E = typename Tile::Element;
   Fragment a;
   const Corner corner = corner_a();
   load_matrix_x4(a.r, rows.at(row + corner.row, kStep<E> * d + kPiece<E> * corner.piece));
@@ -239,8 +283,10 @@ TXL_DEVICE Fragment load_fragment(Rows<E, kHead> rows, int row, int d) {
 
 // acc[n] += a rows^T for n8 tiles of rows, each pair from row_of(8 n) on, an odd one alone; a(d) is the
 // fragment of step d. kHeld: it lies in registers.
-template <bool kHeld, typename E, int kHead, int kTiles, typename A, typename F>
-TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Rows<E, kHead> rows, F row_of) {
+template <bool kHeld, int kTiles, typename A, typename Tile, typename F>
+TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Tile rows, F row_of) {
+  using E = typename Tile::Element;
+  constexpr int kHead = Tile::kHead;
   const Corner corner = corner_b();
   const auto add_step = [&](int d) {
     Fragment a_d = a(d);
@@ -301,8 +347,8 @@ template <typename E>
 struct SquareRows {
   uint32_t part[Square<E>::kParts][4];
 
-  template <int kHead>
-  static TXL_DEVICE SquareRows load(Rows<E, kHead> rows, int row, int channel) {
+  template <typename Tile>
+  static TXL_DEVICE SquareRows load(Tile rows, int row, int channel) {
     SquareRows b;
     if constexpr (is_half<E>) {
       const Corner corner = corner_a();

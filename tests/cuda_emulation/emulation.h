@@ -1,6 +1,7 @@
 // Runs CUDA kernels on the host, one block after another, and checks what a GPU leaves unchecked: races in
 // shared memory, copies nobody waited for, addresses outside of memory or misaligned, threads that do not
-// meet. csrc/cuda/device.h is written on top of it.
+// meet, operands that tensor cores read on their own before they may. csrc/cuda/device.h is written on top
+// of it.
 //
 //   emulation::global_memory.clear();
 //   emulation::global_memory.add_readable("q", q, bytes);
@@ -19,6 +20,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdarg>
@@ -242,7 +244,23 @@ struct Thread {
   Context context;
   std::vector<Copy> copies;  // in the order of issue; the first `done` have arrived
   size_t done = 0;
-  uint32_t groups = 0;  // committed
+  uint32_t groups = 0;           // committed
+  std::vector<uint32_t> fences;  // when it came to fence_async_proxy
+};
+
+// A product of a warpgroup, this warp's 16 rows of it, that has been started: see warpgroup_mma.
+struct PendingProduct {
+  float* d[32];
+  uint32_t a[32][4];
+  uint64_t b;
+  uint32_t time, barrier, group;  // when it was started, the block's last barrier before
+  bool bf16, transposed, add;
+};
+
+// The accumulators that pending products add to, as they were: until the end they are nobody's to use.
+struct PendingSum {
+  float* d[32];
+  std::vector<float> value[32];
 };
 
 struct Warp {
@@ -253,6 +271,12 @@ struct Warp {
   const char* op;
   uint32_t time;  // the clock at the warp's last barrier
   void* argument[32];
+
+  bool products_begun;
+  uint32_t product_groups;  // committed
+  std::vector<PendingProduct> products;
+  std::vector<PendingSum> sums;
+  uint64_t all_products;  // a hash of them, in order, and of barriers: the same for a warpgroup's warps
 };
 
 struct Launch {
@@ -287,6 +311,7 @@ struct Machine {
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadow;
   uint32_t now = 0, block_time = 0;  // the clock, and at the block's last barrier
+  uint32_t start_time = 0;           // at the block's start
   size_t last_range = 0;
 
   Warp& warp() { return warps[thread / 32]; }
@@ -392,6 +417,7 @@ inline void end_thread() {
   const Thread& t = m.threads[m.thread];
   if (t.done < t.copies.size())
     fail(m.thread, "ends with a copy not waited for, to shared +%u", t.copies[t.done].offset);
+  if (!w.products.empty()) fail(m.thread, "ends with a product of a warpgroup not waited for");
   if (w.arrived != 0)
     fail(m.thread, "divergence: ends while thread %d waits at %s", m.thread / 32 * 32 + first_of(w.arrived),
          w.op);
@@ -401,7 +427,12 @@ inline void end_thread() {
     fail(m.thread, "divergence: ends while thread %d waits at sync_threads", waits);
   }
   w.ended |= 1u << m.thread % 32;
-  if (++m.ended == m.launch->threads) m.threads[m.thread].context.switch_to(m.host);
+  if (++m.ended == m.launch->threads) {
+    for (size_t i = 0; i < m.warps.size(); ++i)
+      if (m.warps[i].all_products != m.warps[i / 4 * 4].all_products)
+        fail(static_cast<int>(32 * i), "divergence: other products of a warpgroup than warp %zu", i / 4 * 4);
+    m.threads[m.thread].context.switch_to(m.host);
+  }
   wait();
 }
 
@@ -426,7 +457,7 @@ inline bool run_block(Machine& m) {
   m.shared.resize(launch.shared_bytes);
   m.shadow.resize(launch.shared_bytes / 2 + 1);
   memset(m.shared.data(), 0xff, m.shared.size());  // NaN, for every type
-  m.block_time = ++m.now;                          // what other blocks did is ordered before
+  m.block_time = m.start_time = ++m.now;           // what other blocks did is ordered before
   m.at_barrier = m.ended = 0;
   m.error.clear();
   m.warps.assign(launch.threads / 32, Warp{});
@@ -439,6 +470,7 @@ inline bool run_block(Machine& m) {
     Thread& t = m.threads[i];
     t.context.start(m.stacks.end(i), fiber);
     t.copies.clear();
+    t.fences.clear();
     t.done = t.groups = 0;
   }
   m.thread = options.reverse ? launch.threads - 1 : 0;
@@ -911,6 +943,157 @@ TXL_COLLECTIVE inline void mma_tf32x3(float (&d)[4], const uint32_t (&high_a)[4]
     }
     for (int l = 0; l < 32; ++l)
       for (int i = 0; i < 4; ++i) lane[l]->d[i] += sum[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Products of a warpgroup: four warps, of which each has 16 of the 64 rows of `d` and `a` in its registers.
+// The operand b is read from shared memory, and the sum written to d, as late as can be: at warpgroup_wait.
+// Until then d is NaN. What tensor cores read on their own must have been written before the product was
+// started, with a fence_async_proxy by the thread that wrote it, then a barrier. Not seen: a program that
+// changes registers of `a`, or of d between warpgroup_begin and the product, while they are not its own.
+
+// The calling thread's writes to shared memory can be seen by what reads it on its own.
+inline void fence_async_proxy() { machine->threads[machine->thread].fences.push_back(++machine->now); }
+
+TXL_COLLECTIVE inline void warpgroup_begin() {
+  char nothing;
+  meet("warpgroup_begin", &nothing, [](char**) { machine->warp().products_begun = true; });
+}
+
+// The 16 bytes of b at an address, by a lane of the warp whose product it is.
+inline const unsigned char* access_product(const PendingProduct& product, int thread, uint32_t address) {
+  Machine& m = *machine;
+  const unsigned char* bytes = access_shared<Access::read, 16>(thread, address);
+  const uint32_t offset = address - kSharedBase;
+  for (const Shadow *s = &m.shadow[offset / 2], *end = s + 8; s != end; ++s) {
+    if (s->write_time < m.start_time) continue;  // by another block
+    if (s->write_time >= product.time)
+      fail(s->writer, "race: shared write of +%u after warpgroup_mma was told to read it", offset);
+    const auto& fences = m.threads[s->writer].fences;
+    const auto fence = std::upper_bound(fences.begin(), fences.end(), s->write_time);
+    if (fence == fences.end() || *fence > product.barrier)
+      fail(thread,
+           "warpgroup_mma reads +%u, which thread %d has written without a fence_async_proxy and a barrier",
+           offset, s->writer);
+  }
+  return bytes;
+}
+
+struct WarpgroupProduct {
+  float* d;
+  const uint32_t* a;
+  uint64_t b;
+};
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout": d[64, 8 tiles] += a[64, 16] b[16, 8
+// tiles]. b: a matrix descriptor. Rows of 128 bytes, eight of which are 1,024 bytes, in which the pieces of
+// 16 bytes have changed places: bits 4 to 6 of an address by bits 7 to 9. A row has 16 rows of b in 32 bytes
+// from the start on, and stands for a column (transposed: 64 columns, and stands for a row; the next 64 are
+// LBO further). SBO: from eight rows to the next.
+template <bool is_bf16, bool transposed, bool add, int tiles>
+TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b) {
+  WarpgroupProduct mine{&d[0][0], a, b};
+  meet("warpgroup_mma", &mine, [](WarpgroupProduct** lane) {
+    Machine& m = *machine;
+    Warp& w = m.warp();
+    if (!w.products_begun) fail(m.thread, "warpgroup_mma without a warpgroup_begin since the last wait");
+    if (m.launch->threads % 128 != 0)
+      fail(m.thread, "warpgroup_mma in a block of %d threads", m.launch->threads);
+    const uint64_t b = lane[0]->b;
+    if (b >> 62 != 1 || (b >> 49 & 7) != 0)
+      fail(m.thread, "warpgroup_mma: only descriptors of the 128-byte swizzle without a base offset");
+    PendingProduct product{{}, {}, b, m.now, m.block_time, w.product_groups, is_bf16, transposed, add};
+    for (int l = 0; l < 32; ++l) {
+      if (lane[l]->b != b) fail(m.thread, "warpgroup_mma: lanes have different descriptors");
+      product.d[l] = lane[l]->d;
+      memcpy(product.a[l], lane[l]->a, sizeof(product.a[l]));
+    }
+    bool known = false;
+    for (const PendingSum& sum : w.sums) known |= sum.d[0] == lane[0]->d;
+    if (!known) {
+      w.sums.emplace_back();
+      for (int l = 0; l < 32; ++l) {
+        w.sums.back().d[l] = lane[l]->d;
+        w.sums.back().value[l].assign(lane[l]->d, lane[l]->d + 4 * tiles);
+        memset(lane[l]->d, 0xff, sizeof(float) * 4 * tiles);
+      }
+    }
+    w.products.push_back(product);
+    w.all_products = (w.all_products + b + m.block_time) * 0x9e3779b97f4a7c15u;
+  });
+}
+
+inline void compute(const PendingProduct& product, PendingSum& sum) {
+  const int columns = static_cast<int>(sum.value[0].size()) * 2, first = machine->thread / 32 * 32;
+  const auto field = [&](int shift) { return static_cast<uint32_t>(product.b >> shift & 0x3fff) << 4; };
+  const uint32_t start = field(0), leading = field(16), stride = field(32);
+  const auto number = [&](uint16_t h) { return product.bf16 ? float_from_bf16(h) : float_from_f16(h); };
+  // A lane at a time has read a piece of 16 bytes of row `row`.
+  float right[16][256];
+  const auto read = [&](uint32_t row, uint32_t byte, uint16_t (&piece)[8]) {
+    const uint32_t straight = start + row / 8 * stride + row % 8 * 128 + byte;
+    memcpy(piece,
+           access_product(product, first + static_cast<int>(row % 32), straight ^ (straight >> 3 & 0x70)),
+           16);
+  };
+  uint16_t piece[8];
+  if (product.transposed) {
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < columns; n += 8) {
+        read(k, n / 64 * leading + n % 64 * 2, piece);
+        for (int i = 0; i < 8; ++i) right[k][n + i] = number(piece[i]);
+      }
+  } else {
+    for (int n = 0; n < columns; ++n)
+      for (int k = 0; k < 16; k += 8) {
+        read(n, k * 2, piece);
+        for (int i = 0; i < 8; ++i) right[k + i][n] = number(piece[i]);
+      }
+  }
+  float left[16][16];
+  for (int l = 0; l < 32; ++l)
+    for (int i = 0; i < 8; ++i)
+      left[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] =
+          number(static_cast<uint16_t>(product.a[l][i / 2] >> i % 2 * 16));
+  for (int row = 0; row < 16; ++row) {
+    float total[256] = {};
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < columns; ++n) total[n] += left[row][k] * right[k][n];
+    for (int n = 0; n < columns; ++n) {
+      float& value = sum.value[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
+      value = product.add ? value + total[n] : total[n];
+    }
+  }
+}
+
+TXL_COLLECTIVE inline void warpgroup_commit() {
+  char nothing;
+  meet("warpgroup_commit", &nothing, [](char**) { ++machine->warp().product_groups; });
+}
+
+template <int n>
+TXL_COLLECTIVE inline void warpgroup_wait() {
+  char nothing;
+  meet("warpgroup_wait", &nothing, [](char**) {
+    Warp& w = machine->warp();
+    w.products_begun = false;
+    size_t done = 0;
+    for (; done < w.products.size() && w.products[done].group + n < w.product_groups; ++done)
+      for (PendingSum& sum : w.sums)
+        if (sum.d[0] == w.products[done].d[0]) compute(w.products[done], sum);
+    w.products.erase(w.products.begin(), w.products.begin() + static_cast<std::ptrdiff_t>(done));
+    for (size_t i = 0; i < w.sums.size();) {
+      PendingSum& sum = w.sums[i];
+      bool pending = false;
+      for (const PendingProduct& product : w.products) pending |= product.d[0] == sum.d[0];
+      if (pending) {
+        ++i;
+        continue;
+      }
+      for (int l = 0; l < 32; ++l) memcpy(sum.d[l], sum.value[l].data(), sum.value[l].size() * sizeof(float));
+      w.sums.erase(w.sums.begin() + static_cast<std::ptrdiff_t>(i));
+    }
   });
 }
 

@@ -1,6 +1,7 @@
 // Tests of the emulation: `test_emulation CASE` runs a case; exit status 0 if all is well, else 1 and the
 // first error. Planted faults must end with the error that tests/test_cuda_emulation.py names. The kernels
-// also compile with nvcc, as they use every intrinsic.
+// also compile with nvcc, as they use every intrinsic; those of warpgroups, TXL_TEST_WARPGROUPS, for sm_90a
+// alone.
 #include "../../csrc/cuda/device.h"
 
 namespace txl::cuda {
@@ -10,14 +11,26 @@ enum class Fault {
   none,
   no_barrier,       // between a write and a read, or, of a copy, after the wait
   only_sync_warp,   // where sync_threads is needed
-  no_wait,          // for a copy
+  no_wait,          // for a copy, or a product
   late_wait,        // for one group too few
   reuse,            // no barrier between a read and the next write to the same place
   wrong_index,      // of a fragment
-  pending_at_end,   // a copy nobody waits for
+  pending_at_end,   // a copy, or a product, nobody waits for
   one_warp_only,    // at the barrier
   some_lanes_only,  // at a collective
   ends_early,
+  // Of products of a warpgroup:
+  no_fence,
+  early_fence,  // before what was copied has arrived
+  late_fence,   // after the start of the products
+  no_begin,
+  no_commit,
+  one_warp_less,               // in one of the products
+  one_warp_late,               // after a barrier that is behind the products for others
+  overwrite,                   // what they read, before they were waited for
+  overwrite_between_barriers,  // the same
+  no_swizzle,                  // says the descriptor
+  unaligned,                   // b's start, from which its places are counted
 };
 
 // out[16, 8] = a[16, k] b[k, 8] of one warp, k 16, or 8 of float32; `trans`: a and b are stored with the
@@ -218,6 +231,108 @@ struct Convert {
   }
 };
 
+// A matrix in shared memory as a warpgroup's products read it, in panels of 64 elements of 16 bits of all
+// rows. PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout", 128-byte swizzle: atoms of eight
+// rows by eight units of 16 bytes, of which unit j of row i is number 8 i + (j xor i). Of the places of atoms
+// every kSpread-th is used: with 2 neither stride of a descriptor is what a program would take for granted.
+template <int kRows, int kWidth, int kSpread = 1>
+struct Swizzled {
+  static constexpr uint32_t kNextRows = 1024 * kSpread, kNextPanel = kRows / 8 * kNextRows;
+  static constexpr uint32_t kBytes = kWidth / 64 * kNextPanel;
+
+  uint32_t start;
+
+  TXL_DEVICE uint32_t at(int row, int unit) const {
+    return start + row / 8 * kNextRows + unit / 8 * kNextPanel + 16 * (row % 8 * 8 + (unit % 8 ^ row % 8));
+  }
+  template <int kThreads, typename E>
+  TXL_DEVICE void copy(const E* from) const {
+    constexpr int kUnits = kWidth / 8;
+    for (int i = thread_index(); i < kRows * kUnits; i += kThreads)
+      copy_async_16(at(i / kUnits, i % kUnits), from + 8 * i, true);
+    commit_copies();
+  }
+};
+
+// assigned = a b, added = 1 + a b: two groups in flight.
+template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none>
+struct WarpgroupProduct {
+  struct Params {
+    const E *a, *b;           // a [64, depth], b [columns, depth]; transposed: [depth, columns]
+    float *assigned, *added;  // [64, columns]
+  };
+  using A = Swizzled<64, kDepth>;
+  using B = Swizzled<kTransposed ? kDepth : kColumns, kTransposed ? kColumns : kDepth, kSpread>;
+  static constexpr int kThreads = 128, kSteps = kDepth / 16, kTiles = kColumns / 8;
+  static constexpr uint32_t kShared = 1024 + A::kBytes + B::kBytes;
+
+  // PTX ISA, "Matrix Descriptor Format".
+  static TXL_DEVICE uint64_t descriptor(B b, int step) {
+    const uint32_t offset = kTransposed ? 2 * step * B::kNextRows : step / 4 * B::kNextPanel + step % 4 * 32;
+    const uint32_t start = b.start + (fault == Fault::wrong_index ? 0 : offset);
+    const uint64_t swizzle = fault == Fault::no_swizzle ? 0 : 1;
+    return swizzle << 62 | uint64_t{B::kNextRows >> 4} << 32 | uint64_t{B::kNextPanel >> 4} << 16 |
+           (start & 0x3ffff) >> 4;
+  }
+
+  template <bool kAdd>
+  static TXL_DEVICE void start(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], B b) {
+    if (fault != Fault::no_begin) warpgroup_begin();
+    warpgroup_mma<E, kTransposed, kAdd>(d, a[0], descriptor(b, 0));
+    TXL_UNROLL_GPU
+    for (int step = 1; step < kSteps; ++step)
+      if (fault != Fault::one_warp_less || warp() != 2 || step != 2)
+        warpgroup_mma<E, kTransposed, true>(d, a[step], descriptor(b, step));
+    if (fault != Fault::no_commit || !kAdd) warpgroup_commit();
+  }
+
+  static TXL_DEVICE void store(float* out, const float (&d)[kTiles][4]) {
+    TXL_UNROLL_GPU
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int n = i / 2, half = i % 2;
+      float* to = out + (16 * warp() + lane() / 4 + 8 * half) * kColumns + 8 * n + lane() % 4 * 2;
+      store_global(reinterpret_cast<float2*>(to), float2{d[n][2 * half], d[n][2 * half + 1]});
+    }
+  }
+
+  static TXL_DEVICE void run(const Params& p) {
+    const uint32_t base = fault == Fault::unaligned ? shared_base() : (shared_base() + 1023) / 1024 * 1024;
+    const A a_shared{base};
+    const B b_shared{base + A::kBytes};
+    a_shared.template copy<kThreads>(p.a);
+    b_shared.template copy<kThreads>(p.b);
+    wait_copies<1>();
+    sync_threads();
+    uint32_t a[kSteps][4];
+    TXL_UNROLL_GPU
+    for (int step = 0; step < kSteps; ++step)
+      load_matrix_x4(a[step], a_shared.at(16 * warp() + lane() % 16, 2 * step + lane() / 16));
+    float assigned[kTiles][4], added[kTiles][4];
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles; ++n)
+      for (int i = 0; i < 4; ++i) assigned[n][i] = 5, added[n][i] = 1;
+
+    if (fault == Fault::early_fence) fence_async_proxy();
+    wait_copies<0>();
+    if (fault != Fault::no_fence && fault != Fault::early_fence && fault != Fault::late_fence)
+      fence_async_proxy();
+    if (fault != Fault::no_barrier) sync_threads();
+    start<false>(assigned, a, b_shared);
+    if (fault == Fault::one_warp_late && warp() == 2) sync_threads();
+    start<true>(added, a, b_shared);
+    if (fault == Fault::one_warp_late && warp() != 2) sync_threads();
+    if (fault == Fault::late_fence) fence_async_proxy(), sync_threads();
+    if (fault == Fault::overwrite_between_barriers) sync_threads();
+    if (fault == Fault::overwrite || fault == Fault::overwrite_between_barriers)
+      if (thread_index() == 40) store_shared(b_shared.at(3, 2), 0.0f);
+    if (fault == Fault::overwrite_between_barriers) sync_threads();
+    if (fault != Fault::no_wait) warpgroup_wait<1>();
+    store(p.assigned, assigned);
+    if (fault != Fault::pending_at_end) warpgroup_wait<0>();
+    store(p.added, added);
+  }
+};
+
 }  // namespace txl::cuda
 
 #if defined(__CUDACC__)
@@ -231,6 +346,10 @@ void launch_each() {
 }
 template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32, false>, Product<bf16, true>,
                           Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
+#if defined(TXL_TEST_WARPGROUPS)
+template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
+                          WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64> >();
+#endif
 
 }  // namespace txl::cuda
 
@@ -349,6 +468,48 @@ static std::vector<float> pipeline() {
   launch<K>(blocks, K::kShared, {aligned, out.data(), count}, nullptr);
   require(out == expected, "the sums differ");
   return out;
+}
+
+// Small integers, as above.
+template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none>
+static void warpgroup_product() {
+  using K = WarpgroupProduct<E, kTransposed, kColumns, kDepth, kSpread, fault>;
+  emulation::global_memory.clear();
+  std::vector<E> a(64 * kDepth), b(kColumns * kDepth);
+  for (auto* v : {&a, &b})
+    for (E& x : *v) x = from_float<E>(static_cast<float>(random_below(65) - 32) / 4);
+  std::vector<float> assigned(64 * kColumns), added(assigned.size());
+  readable("a", a);
+  readable("b", b);
+  writable("assigned", assigned);
+  writable("added", added);
+  launch<K>(2, K::kShared, {a.data(), b.data(), assigned.data(), added.data()}, nullptr);
+  for (int m = 0; m < 64; ++m) {
+    for (int n = 0; n < kColumns; ++n) {
+      float sum = 0;
+      for (int k = 0; k < kDepth; ++k)
+        sum += to_float(a[kDepth * m + k]) * to_float(b[kTransposed ? kColumns * k + n : kDepth * n + k]);
+      require(assigned[kColumns * m + n] == sum, "the product differs");
+      require(added[kColumns * m + n] == 1 + sum, "the sum with the product differs");
+    }
+  }
+}
+
+template <Fault fault>
+static void warpgroup_fault() {
+  warpgroup_product<bf16, false, 64, 64, 1, fault>();
+}
+
+template <typename E>
+static void warpgroup_products() {
+  warpgroup_product<E, false, 64, 64>();
+  warpgroup_product<E, false, 64, 128>();
+  warpgroup_product<E, false, 64, 128, 2>();
+  warpgroup_product<E, false, 128, 64>();
+  warpgroup_product<E, true, 64, 64>();
+  warpgroup_product<E, true, 64, 128>();
+  warpgroup_product<E, true, 128, 64>();
+  warpgroup_product<E, true, 128, 64, 2>();
 }
 
 template <int partner, Fault fault = Fault::none>
@@ -480,6 +641,7 @@ static void same_in_any_order() {
     emulation::global_memory.clear();
     product<bf16, false>();
     shuffles();
+    warpgroup_product<f16, true, 128, 64>();
     return pipeline();
   };
   const std::vector<float> forward = run();
@@ -710,6 +872,23 @@ static void run_case(const std::string& name) {
       {"pipeline_only_sync_warp", [] { pipeline<Fault::only_sync_warp>(); }},
       {"pipeline_reuse", [] { pipeline<Fault::reuse>(); }},
       {"pipeline_pending_at_end", [] { pipeline<Fault::pending_at_end>(); }},
+      {"warpgroup_bf16", warpgroup_products<bf16>},
+      {"warpgroup_f16", warpgroup_products<f16>},
+      {"warpgroup_no_fence", warpgroup_fault<Fault::no_fence>},
+      {"warpgroup_early_fence", warpgroup_fault<Fault::early_fence>},
+      {"warpgroup_late_fence", warpgroup_fault<Fault::late_fence>},
+      {"warpgroup_no_barrier", warpgroup_fault<Fault::no_barrier>},
+      {"warpgroup_no_begin", warpgroup_fault<Fault::no_begin>},
+      {"warpgroup_no_commit", warpgroup_fault<Fault::no_commit>},
+      {"warpgroup_no_wait", warpgroup_fault<Fault::no_wait>},
+      {"warpgroup_pending_at_end", warpgroup_fault<Fault::pending_at_end>},
+      {"warpgroup_one_warp_less", warpgroup_fault<Fault::one_warp_less>},
+      {"warpgroup_one_warp_late", warpgroup_fault<Fault::one_warp_late>},
+      {"warpgroup_overwrite", warpgroup_fault<Fault::overwrite>},
+      {"warpgroup_overwrite_between_barriers", warpgroup_fault<Fault::overwrite_between_barriers>},
+      {"warpgroup_no_swizzle", warpgroup_fault<Fault::no_swizzle>},
+      {"warpgroup_wrong_index", warpgroup_fault<Fault::wrong_index>},
+      {"warpgroup_unaligned", warpgroup_fault<Fault::unaligned>},
       {"exchange_warp", exchange<1>},
       {"exchange_warp_no_barrier", exchange<1, Fault::no_barrier>},
       {"exchange_warp_reuse", exchange<1, Fault::reuse>},

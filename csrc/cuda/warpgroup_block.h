@@ -1,0 +1,128 @@
+// A QueryBlock whose products warpgroups compute (wgmma, sm_90a): 64 queries to four warps, operands from
+// panels in shared memory. Accumulators lie in registers as those of mma.sync, so what is done with them is
+// the same.
+//
+// The band. The 64 queries of a warpgroup share their rows of r: of every tile they have the same 64 new
+// columns of the band, and a warp, whose own window is 80 columns, needs some of those for its next tile
+// only. So the columns stay in registers until the next tile has come; of both tiles a warp writes what lies
+// in its window. While it does, the tensor cores compute the scores' other part.
+#pragma once
+
+#include "query_block.h"
+
+namespace txl::cuda {
+
+// Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
+// one operand of two.
+template <typename E, int kHead>
+using WarpgroupBase = QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), true>;
+
+template <typename E, int kHead>
+struct WarpgroupBlock : WarpgroupBase<E, kHead> {
+  using Base = WarpgroupBase<E, kHead>;
+  using Base::Base, Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
+  using Tile = typename Base::template Tile<BN>;
+  static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
+
+  TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
+    const int group = opaque(warp()) / 4, in_group = opaque(warp()) % 4;
+    const int first =
+        BM / 64 - 1 - group;              // of the block's band, the chunk in which the group's window begins
+    const int left = 48 - 16 * in_group;  // where in that chunk the warp's window begins
+    if (!this->follows_band(j0)) take_columns<0>(j0, first, [] {});
+    const uint32_t own = this->band_of_lane();
+    sync_warp();  // what the tile before has left here was read
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n)
+      if (8 * n >= left) this->write_band(own + static_cast<uint32_t>(8 * n - left) * 4, columns[n]);
+    take_columns<1>(j0, first + 1, [&] { start<false>(score, held[0], this->k_tile(j0)); });
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n)
+      if (8 * n < 16 + left) this->write_band(own + static_cast<uint32_t>(64 + 8 * n - left) * 4, columns[n]);
+    finish(score);
+    this->read_band(own, [&](int n, int x, float band) { score[n][x] += band; });
+  }
+
+  TXL_DEVICE void add_keys(float (&score)[kKeyTiles][4], int j0) {
+    settle(score);
+    start<true>(score, held[0], this->k_tile(j0));
+    finish(score);
+  }
+
+  template <bool kMasked, typename F>
+  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0,
+                             F sees) {
+    if constexpr (kMasked) {  // values that may have to be changed must come to registers
+      Base::template add_values<true>(acc, weight, j0, sees);
+    } else {
+      Fragment a[kKeyTiles / 2];
+      TXL_UNROLL_GPU
+      for (int n = 0; n < kKeyTiles / 2; ++n) a[n] = Square<E>::of(weight[2 * n], weight[2 * n + 1]).part[0];
+      settle(acc), settle(a);
+      warpgroup_begin();
+      TXL_UNROLL_GPU
+      for (int n = 0; n < kKeyTiles / 2; ++n)
+        warpgroup_mma<E, true, true>(acc, a[n].r, this->v_tile(j0).rows(16 * n));
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      settle(acc), settle(a);
+    }
+  }
+
+ private:
+  float columns[kKeyTiles][4];  // of the band, of the tile before
+
+  // columns = (q + v) r^T for a chunk of the block's band. also: starts as many other products as kPending
+  // says, which are left behind unfinished.
+  template <int kPending, typename F>
+  TXL_DEVICE void take_columns(int j0, int chunk, F also) {
+    const Tile r = this->ring(this->ring_chunk(j0, chunk));
+    const auto take = [&](Fragment(&query)[kSteps]) {
+      start<false>(columns, query, r);
+      also();
+      warpgroup_wait<kPending>();
+      settle(columns), settle(query);
+    };
+    if constexpr (Base::kHeldOperands > 1) {
+      take(held[1]);
+    } else {
+      Fragment query[kSteps];
+      TXL_UNROLL_GPU
+      for (int d = 0; d < kSteps; ++d) query[d] = load_fragment(this->query_rows(1), 16 * opaque(warp()), d);
+      take(query);
+    }
+  }
+
+  // acc = query rows^T, kAdd: += of it.
+  template <bool kAdd>
+  static TXL_DEVICE void start(float (&acc)[kKeyTiles][4], const Fragment (&query)[kSteps], Tile rows) {
+    warpgroup_begin();
+    warpgroup_mma<E, false, kAdd>(acc, query[0].r, rows.columns(0));
+    TXL_UNROLL_GPU
+    for (int d = 1; d < kSteps; ++d) warpgroup_mma<E, false, true>(acc, query[d].r, rows.columns(d));
+    warpgroup_commit();
+  }
+
+  // A product with q + u.
+  TXL_DEVICE void finish(float (&acc)[kKeyTiles][4]) {
+    warpgroup_wait<0>();
+    settle(acc), settle(held[0]);
+  }
+
+  // Before tensor cores take registers over, and after they have given them back, of which the compiler knows
+  // nothing.
+  template <int kTiles>
+  static TXL_DEVICE void settle(float (&acc)[kTiles][4]) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles; ++n)
+      for (float& x : acc[n]) x = opaque(x);
+  }
+  template <int kFragments>
+  static TXL_DEVICE void settle(Fragment (&a)[kFragments]) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kFragments; ++n)
+      for (uint32_t& x : a[n].r) x = opaque(x);
+  }
+};
+
+}  // namespace txl::cuda
