@@ -86,7 +86,7 @@ import torch, txl_kernels
 from txl_kernels import cuda
 u = torch.ones(1, {head}, dtype=torch.{DTYPES[element]}, requires_grad=True)
 k = torch.ones(1, 1, 600, {head}, dtype=torch.{DTYPES[element]})
-for L in (1, 20):
+for L in (1, 20, 70):
     for p in (0.0, 0.5):
         out = txl_kernels.rel_attention(
             k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1

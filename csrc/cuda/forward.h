@@ -5,6 +5,7 @@
 #pragma once
 
 #include "query_block.h"
+#include "row_class_block.h"
 
 namespace txl::cuda {
 
@@ -58,7 +59,7 @@ struct ForwardKernel : private Block {
         acc{},
         scale(scale_of_scores(p)) {
     for (int y = 0; y < 2; ++y) {
-      const int i = i0 + row_of_lane() + 8 * y;
+      const int i = i0 + row_of_lane() + Block::kSecondRow * y;
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
       lo[y] = static_cast<int>(keys.lo), hi[y] = static_cast<int>(keys.hi);
     }
@@ -183,7 +184,7 @@ struct ForwardKernel : private Block {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
-      const int64_t i = i0 + row_of_lane() + 8 * y;
+      const int64_t i = i0 + row_of_lane() + Block::kSecondRow * y;
       if (i >= p.L) continue;
       const bool any_seen = lo[y] < hi[y];
       const float factor = any_seen ? scale_of_kept(p) / total[y] : 0.0f;
@@ -248,7 +249,7 @@ struct MergeKernel {
 
 constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
-// For a class of head dimensions. float32, split into two, leaves no registers for queries.
+// For a class of head dimensions: by the pitch. float32, split into two, leaves no registers for queries.
 template <typename E, int kHead, int kWarps>
 using ForwardBlock = QueryBlock<E, kHead,
                                 (!is_half<E> || kHead > 128 ? 16
@@ -277,8 +278,14 @@ int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_se
                    void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
   const ForwardParams params{p, t, dropout_seed, splits, split_keys, parts};
-  const int error = p.L <= kDecodeQueries ? launch_forward<ForwardBlock<E, kHead, 1>>(params, stream)
-                                          : launch_forward<ForwardBlock<E, kHead, 4>>(params, stream);
+  const auto start = [&]() -> int {
+    if (p.L <= kDecodeQueries) return launch_forward<ForwardBlock<E, kHead, 1>>(params, stream);
+    if constexpr (is_half<E> && kHead <= 64) {  // else the band does not fit into registers
+      if (p.L > 64) return launch_forward<RowClassBlock<E, kHead>>(params, stream);
+    }
+    return launch_forward<ForwardBlock<E, kHead, 4>>(params, stream);
+  };
+  const int error = start();
   if (error || splits == 1) return error;
   return launch_kernel<MergeKernel<E>>(params, 0, stream);
 }

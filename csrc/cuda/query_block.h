@@ -11,10 +11,16 @@
 
 namespace txl::cuda {
 
+// How the band is moved: here by the pitch of shared memory, in registers (row_class_block.h), or as here,
+// but of columns that four warps share (warpgroup_block.h).
+enum class Shift { pitch, row_classes, warpgroups };
+
 // kHead: channels of a tile, at least D. kOperands: of BM queries each, the first kHeld of which are kept in
-// registers; the others are read again for every tile of keys. kPanels: how tiles lie in shared memory.
-template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld, bool kPanels = false>
+// registers; the others are read again for every tile of keys.
+template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld,
+          Shift kShift = Shift::pitch>
 struct QueryBlock {
+  static constexpr bool kPanels = kShift == Shift::warpgroups, kClasses = kShift == Shift::row_classes;
   using Element = E;
   static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
   template <int kRows>
@@ -33,7 +39,8 @@ struct QueryBlock {
   // queries that are held lie beneath the rest until they are in registers.
   static constexpr uint32_t kRowBytes = kPanels ? kRow<E, kHead> : Rows<E, kHead>::kPitch;
   static constexpr uint32_t kTileBytes = BN * kRowBytes;
-  static constexpr uint32_t kQueryBytes = BM * kRowBytes, kBandBytes = kWarps * 16 * kBandPitch * 4;
+  static constexpr uint32_t kQueryBytes = BM * kRowBytes;
+  static constexpr uint32_t kBandBytes = kClasses ? 0 : kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
@@ -67,10 +74,12 @@ struct QueryBlock {
   TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
   TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
 
-  // The first of the lane's two queries is i0 + row_of_lane(), the other is 8 behind it.
+  // Row n of the warp's fragments is the block's query kWarpStep warp() + kRowStep n. So the first of the
+  // lane's two queries is i0 + row_of_lane(), the other is kSecondRow behind it.
+  static constexpr int kWarpStep = kClasses ? 1 : 16, kRowStep = kClasses ? 8 : 1, kSecondRow = 8 * kRowStep;
   static TXL_DEVICE int row_of_lane() {
     const int thread = opaque(thread_index());
-    return thread / 32 * 16 + thread % 32 / 4;
+    return thread / 32 * kWarpStep + thread % 32 / 4 * kRowStep;
   }
 
   // ---- Queries ----
@@ -86,10 +95,15 @@ struct QueryBlock {
       TXL_UNROLL_GPU
       for (int n = 0; n < kHeld; ++n) {
         TXL_UNROLL_GPU
-        for (int d = 0; d < kSteps; ++d) held[n][d] = load_fragment(query_rows(n), 16 * warp(), d);
+        for (int d = 0; d < kSteps; ++d) held[n][d] = load_query(n, d);
       }
       sync_threads();  // all have read what other tiles will overwrite
     }
+  }
+
+  // Step d of the warp's rows of query n.
+  TXL_DEVICE Fragment load_query(int n, int d) const {
+    return load_fragment(query_rows(n), kWarpStep * warp(), d, kRowStep);
   }
 
   // acc[n] += query n rows^T, as add_product.
@@ -98,8 +112,7 @@ struct QueryBlock {
     if constexpr (n < kHeld)
       add_product<true>(acc, [&](int d) { return held[n][d]; }, rows, row_of);
     else
-      add_product<false>(
-          acc, [&](int d) { return load_fragment(query_rows(n), 16 * warp(), d); }, rows, row_of);
+      add_product<false>(acc, [&](int d) { return load_query(n, d); }, rows, row_of);
   }
 
   // ---- Keys, values, r ----
@@ -244,7 +257,8 @@ struct QueryBlock {
     for (int n = 0; n < 8; ++n) {
       const int call =
           j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane() + n / 4 * 8)
+      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h,
+                         i0 + row_of_lane() + n / 4 * kSecondRow)
               << (4 * n);
     }
   }

@@ -15,7 +15,8 @@ namespace txl::cuda {
 // Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
 // one operand of two.
 template <typename E, int kHead>
-using WarpgroupBase = QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), true>;
+using WarpgroupBase =
+    QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), Shift::warpgroups>;
 
 template <typename E, int kHead>
 struct WarpgroupBlock : WarpgroupBase<E, kHead> {
@@ -88,7 +89,7 @@ struct WarpgroupBlock : WarpgroupBase<E, kHead> {
     } else {
       Fragment query[kSteps];
       TXL_UNROLL_GPU
-      for (int d = 0; d < kSteps; ++d) query[d] = load_fragment(this->query_rows(1), 16 * opaque(warp()), d);
+      for (int d = 0; d < kSteps; ++d) query[d] = this->load_query(1, d);
       take(query);
     }
   }
