@@ -167,9 +167,12 @@ wait
 for tool in memcheck racecheck; do
   [[ -z $sanitizer ]] || { finish $tool && tail -n 15 "$scratch/$tool"; }
 done
-# Forward by wgmma, which has to be asked for. On other parts than sm_90: the same kernels once more.
-step tests-warpgroups 60 env TXL_CUDA_WARPGROUPS=1 "${tests[@]}" -m "gpu and not slow" \
-  -k "cuda and (test_forward or test_masks or test_clamp)" ${parallel[@]+"${parallel[@]}"}
+# Forward by wgmma, which has to be asked for.
+if [[ $("$python" -c 'import torch; print(torch.cuda.get_device_capability())') == "(9, 0)" ]]; then
+  step tests-warpgroups 45 env TXL_CUDA_WARPGROUPS=1 "${tests[@]}" -m "gpu and not slow" \
+    -k "cuda and not float32 and (test_forward or test_masks or test_clamp or test_key_range)" \
+    ${parallel[@]+"${parallel[@]}"}
+fi
 # Of tensors with more than 2^31 elements there is room for one test at a time.
 step tests-large 60 "${tests[@]}" -m gpu -k test_large
 

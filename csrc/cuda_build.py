@@ -3,7 +3,7 @@
 Environment variables:
     TXL_BUILD_CUDA        auto (default): where nvcc is found and torch is a CUDA build; 0: no; 1: or fail
     TORCH_CUDA_ARCH_LIST  as torch's own builds have it: "8.0;9.0+PTX" (default: 8.0, 9.0 and 10.0, as far as
-                          nvcc knows them, and PTX for the others and for parts to come)
+                          nvcc knows them, and PTX for the others and for parts to come); with 9.0, sm_90a too
     CUDACXX, CUDA_HOME    where nvcc is, if not on the PATH
 """
 
@@ -22,14 +22,15 @@ from setuptools.errors import PlatformError
 HEADS = (32, 64, 96, 128, 256)
 CLASSES = {"bf16": HEADS, "f16": HEADS, "f32": (64, 128)}
 
-# The kernels by warpgroups: for sm_90a alone, whose instructions no other part has.
+# The kernels by warpgroups, for sm_90a alone: built wherever sm_90 is asked for.
 WARPGROUP_CLASSES = {"bf16": (64, 128), "f16": (64, 128)}
 WARPGROUP_ARCH = "90a"
 WARPGROUP_FLAGS = ["-gencode", f"arch=compute_{WARPGROUP_ARCH},code=sm_{WARPGROUP_ARCH}"]
 
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
 OLDEST = 80  # cp.async, mma of bfloat16
-# One PTX serves every part, as no kernel has instructions that only later ones know: a third less to compile.
+# One PTX serves every part, as none of the other kernels has instructions that only later ones know: a third
+# less to compile.
 PTX = f"compute_{OLDEST}"
 FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
@@ -45,7 +46,10 @@ class Toolkit:
     nvcc: list[str]
     version: str  # "13.0"
     codes: tuple[str, ...]  # "sm_80", ..., PTX
-    warpgroups: bool  # whether sm_90 is among them, and nvcc knows sm_90a
+
+    @property
+    def warpgroups(self) -> bool:
+        return "sm_90" in self.codes
 
     @property
     def targets(self) -> list[str]:
@@ -70,11 +74,8 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def known_codes(nvcc: list[str]) -> set[str]:
-    return set(output_of([*nvcc, "--list-gpu-code"]).split())
-
-
-def find_codes(nvcc: list[str], known: set[str]) -> tuple[str, ...]:
+def find_codes(nvcc: list[str]) -> tuple[str, ...]:
+    known = set(output_of([*nvcc, "--list-gpu-code"]).split())
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     codes = []
     for arch in asked:
@@ -115,8 +116,5 @@ def find_toolkit(torch: Path) -> tuple[Toolkit | None, str]:
             )
         return None, "not built: nvcc was not found"
     version = re.search(r"release ([\d.]+)", output_of([*nvcc, "--version"]))
-    known = known_codes(nvcc)
-    codes = find_codes(nvcc, known)
-    warpgroups = "sm_90" in codes and f"sm_{WARPGROUP_ARCH}" in known
-    toolkit = Toolkit(nvcc, version[1] if version else "unknown", codes, warpgroups)
+    toolkit = Toolkit(nvcc, version[1] if version else "unknown", find_codes(nvcc))
     return toolkit, f"{' '.join(toolkit.targets)} (nvcc {toolkit.version})"

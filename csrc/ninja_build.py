@@ -292,16 +292,18 @@ def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -
     if toolkit:
         # nvcc knows where CUDA's headers are, for C++ too.
         kernels, cxx, rule = [*cuda_build.FLAGS, *toolkit.flags], [], "nvcc"
-        warpgroups = [*cuda_build.FLAGS, *cuda_build.WARPGROUP_FLAGS] if toolkit.warpgroups else None
+        warpgroups = [*cuda_build.FLAGS, *cuda_build.WARPGROUP_FLAGS] if toolkit.warpgroups else []
         host = cuda_build.FLAGS
         defines = [f'-DTXL_CUDA_TARGETS="{" ".join(toolkit.targets)}"']
         out, link_rule, link = "libtxl_cuda.so", "nvcc_link", ["-Xlinker", "--no-undefined"]
     else:
         cxx = ["-DTXL_CUDA_EMULATION", f"-I{ROOT / 'tests' / 'cuda_emulation'}", "-pthread"]
         kernels, host, rule = [*cxx, "-x", "c++"], cxx, "cxx"
-        warpgroups = kernels
+        warpgroups = list(kernels)
         defines = ['-DTXL_CUDA_TARGETS="emulation"']
         out, link_rule, link = "libtxl_cuda_emulation.so", "link", ["-pthread", "-Wl,--no-undefined"]
+    if warpgroups:
+        kernels.append("-DTXL_WARPGROUPS")
     objects = [
         file.compile(
             f"cuda/{source}", [*flags, f"-DTXL_ELEMENT={e}", f"-DTXL_HEAD={h}"], e, str(h), rule=rule
@@ -313,7 +315,6 @@ def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -
         if flags
         for e, h in cuda_build.units(classes)
     ]
-    defines += ["-DTXL_WARPGROUPS"] if warpgroups else []
     objects.append(file.compile("cuda/dispatch.cpp", [*host, *defines], rule=rule))
     objects.append(file.compile("torch_binding_cuda.cpp", [*cxx, "-isystem", str(torch / "include")]))
     return file.link(out, objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", *link], rule=link_rule)

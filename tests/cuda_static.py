@@ -40,7 +40,7 @@ REGISTERS = 65536
 
 @dataclass(frozen=True)
 class Report:
-    kernel: str  # "ForwardKernel<bf16, 64, 64, 4, true, false>"
+    kernel: str  # "ForwardKernel<ForwardBlock<bf16, 64, 4>, false>"
     element: str
     head: int
     arch: int
@@ -125,7 +125,10 @@ def compile_class(element: str, head: int, archs: tuple[int, ...]) -> list[Repor
             if arch == 90 and head in cuda_build.WARPGROUP_CLASSES.get(element, ()):
                 source = ROOT / "csrc" / "cuda" / "warpgroup_kernels.cu"
                 flags = [*cuda_build.FLAGS, *cuda_build.WARPGROUP_FLAGS, *defines]
-                subprocess.run([*nvcc, *flags, "-cubin", "-o", cubin, source], check=True)
+                command = [*nvcc, *flags, "-cubin", "-o", cubin, source]
+                said = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
+                if "serialized" in said:  # products that wait for each other
+                    raise ValueError(said)
                 found += read_cubin(cubin, element, head, arch)
     return found
 
@@ -170,7 +173,8 @@ float16's kernels are bfloat16's with other names of instructions.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
-  `WarpgroupBlock` is for sm_90a.
+  Forward's are its block of queries and that: `ForwardBlock` (its last number: warps), `RowClassBlock`, or,
+  for sm_90a, `WarpgroupBlock`.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

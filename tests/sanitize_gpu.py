@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from helpers import RELATIVE, Backend, available, bf16, f32, inputs, key_range, randn_like, run, truth
+
+from txl_kernels import cuda
 
 # Sizes that no tile divides, tiles of every kind (whole, cut by a mask, clamped), few queries.
 CASES = [
@@ -46,7 +49,11 @@ def main() -> int:
     if not backends:
         print("no backend for GPUs can run here", file=sys.stderr)
         return 2
-    return int(any([wrong(backend, *case) for backend in backends for case in CASES]))
+    failed = [wrong(backend, *case) for backend in backends for case in CASES]
+    if any(b.name == "cuda" for b in backends) and cuda.has_warpgroups(torch.device("cuda")):
+        cuda.WARPGROUPS = True
+        failed += [wrong(b, *case) for b in backends if b.name == "cuda" for case in CASES[:2]]
+    return int(any(failed))
 
 
 if __name__ == "__main__":

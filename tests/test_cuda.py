@@ -71,6 +71,10 @@ CASES = [
     dict(D=128, L=16, K=700, window_size=(500, -1)),
     dict(D=64, L=64, K=128, B=2, key_range=((3, 100), (128, 128))),
     dict(D=64, L=30, K=70, scale=-0.3, bias=False),
+    # Several blocks, far tiles between others; a block whose second half has one query; dropout across both.
+    dict(D=64, L=300, K=700, N=250),
+    dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
+    dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
 ]
 
 
@@ -93,28 +97,39 @@ def test_against_the_reference(case, dtype):
     check_case(case, dtype)
 
 
-# And far tiles between others; two warpgroups in a block, one of which has no query; dropout across both.
-WARPGROUP_CASES = [case for case in CASES if case["D"] <= 128 and case["L"] > 16] + [
-    dict(D=64, L=300, K=700, N=250),
-    dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
-    dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
-]
-
-
 @emulated
 @pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", WARPGROUP_CASES, ids=name_of)
+@pytest.mark.parametrize("case", [c for c in CASES if c["D"] <= 128 and c["L"] > 16], ids=name_of)
 def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WARPGROUPS", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     check_case(case, dtype, backward=False)
-    assert all("WarpgroupBlock" in line for line in (tmp_path / "trace").read_text().splitlines())
+    ran = (tmp_path / "trace").read_text().splitlines()
+    assert all("WarpgroupBlock" in line or "MergeKernel" in line for line in ran)
+
+
+@pytest.mark.parametrize(
+    "asked, targets",
+    [
+        ("", "sm_80 sm_90 sm_100 compute_80 sm_90a"),
+        ("8.0 9.0+PTX", "sm_80 sm_90 compute_80 sm_90a"),
+        ("7.5;9.0a", "sm_90 sm_90a"),
+        ("10.0", "sm_100"),
+    ],
+)
+def test_what_is_compiled_for(monkeypatch, asked, targets):
+    monkeypatch.setattr(cuda_build, "output_of", lambda command: "sm_75 sm_80 sm_86 sm_90 sm_100")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    assert cuda_build.Toolkit([], "13.0", cuda_build.find_codes([])).targets == targets.split()
 
 
 @emulated
-@pytest.mark.parametrize("L, splits", [(1, 7), (16, 3), (70, 2)])
-def test_keys_shared_out(monkeypatch, L, splits):
+@pytest.mark.parametrize(
+    "L, splits, warpgroups", [(1, 7, False), (16, 3, False), (70, 2, False), (70, 2, True)]
+)
+def test_keys_shared_out(monkeypatch, L, splits, warpgroups):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
+    monkeypatch.setattr(cuda, "WARPGROUPS", warpgroups)
     blocks = 2 if L <= 16 else 4
     monkeypatch.setattr(cuda, "_processors", lambda device: -(-splits * blocks // 4))
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
@@ -130,8 +145,12 @@ def test_bits_do_not_depend_on_the_order_of_threads(tmp_path, warpgroups):
     script = f"""
 import sys; sys.path.insert(0, {str(TESTS)!r})
 from helpers import *
-t = inputs(B=2, L=70, K=150, D=41, N=100, dtype=bf16)
-got = run(next(b for b in BACKENDS if b.name == "cuda"), t, randn_like(t["q"]), dropout_p=0.2, dropout_seed=3)
+got = {{}}
+for D in (41, 128):
+    t = inputs(B=2, L=70, K=150, D=D, N=100, dtype=bf16)
+    cuda = next(b for b in BACKENDS if b.name == "cuda")
+    of_one = run(cuda, t, randn_like(t["q"]), dropout_p=0.2, dropout_seed=3)
+    got.update((f"{{name}} {{D}}", x) for name, x in of_one.items())
 torch.save(got, sys.argv[1])
 """
 
@@ -201,7 +220,7 @@ def test_kernels_keep_within_the_shared_memory_that_is_asked_for(tmp_path, eleme
     script = f"""
 import torch, txl_kernels
 k = torch.ones(1, 1, 66, {D}, dtype={dtype}, requires_grad=True)
-for L in (1, 17):
+for L in (1, 17, 66):
     out = txl_kernels.rel_attention(k[:, :, :L], k, k, k[0], backend="cuda")
     out.sum().backward()
 """

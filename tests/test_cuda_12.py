@@ -70,7 +70,7 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
     for dropout in ("false", "true"):
         blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]
-        if element != "f32" and head <= 64:
+        if element != "f32" and head == 64:
             blocks.append(f"RowClassBlock<{element}, {head}>")
         found += [f"ForwardKernel<{block}, {dropout}>" for block in blocks]
         found += [f"BackwardOf<{element}, {head}, {dropout}>::{name}" for name in ("Dq", "DkDv", "Dr")]
@@ -123,6 +123,7 @@ def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
         command = [ptxas, f"-arch={arch}", "-O3", "-v", code, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert "serialized" not in done.stderr  # as wgmma is, where registers are in its way
         readable = subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True, check=True)
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
         assert len(spills) == len(names)

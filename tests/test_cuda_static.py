@@ -86,7 +86,8 @@ def test_matrix_loads_meet_no_bank_twice(element, head):
 
 @pytest.mark.parametrize("head", cuda_build.WARPGROUP_CLASSES["bf16"])
 def test_panels_meet_no_bank_twice(head):
-    """csrc/cuda/tiles.h: Panels::at. Eight lanes copy a row's pieces; ldmatrix reads one of eight rows."""
+    """As csrc/cuda/tiles.h, Panels::at, places them: eight lanes write the pieces of a row, ldmatrix reads
+    the same piece of eight rows."""
 
     def words(row, piece):
         start = piece // 8 * 64 * 32 + row * 32 + (piece % 8 ^ row % 8) * 4

@@ -4,7 +4,7 @@ TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/
 backend serves tensors on the CPU, slowly, every access to memory checked.
 
 TXL_CUDA_WARPGROUPS=1, or WARPGROUPS = True in this module: on sm_90, forward by wgmma where there is a kernel
-with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the default: no GPU has measured it.
+with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the default: not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
 _FLOAT32_HEAD = 128
-# Shared memory of a block, at most: as csrc/cuda/backward.h asserts. Every GPU that is served has the first.
+# Shared memory of a block, at most, but for kernels of sm_90 alone: as csrc/cuda/backward.h asserts. Every
+# GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
@@ -90,8 +91,11 @@ def _processors(device: torch.device) -> int:
     return 1 if _EMULATION else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _has_warpgroups(device: torch.device) -> bool:
-    return WARPGROUPS and (bool(_EMULATION) or torch.cuda.get_device_capability(device) == (9, 0))
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether the library and the GPU have what WARPGROUPS asks for."""
+    if _EMULATION:
+        return True
+    return torch.cuda.get_device_capability(device) == (9, 0) and "sm_90a" in details()["targets"].split()
 
 
 def _stream(device: torch.device) -> int:
@@ -120,7 +124,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     blocks = -(-L // (_DECODE_QUERIES if L <= _DECODE_QUERIES else 64)) * B * H
     splits = max(1, min(4 * _processors(q.device) // blocks, inputs.k.shape[2] // _SPLIT_KEYS))
     parts = q.new_empty(splits, B * H * L * (D + 1), dtype=torch.float32) if splits > 1 else None
-    warpgroups = L > _DECODE_QUERIES and _has_warpgroups(q.device)
+    warpgroups = WARPGROUPS and has_warpgroups(q.device)
     with _on(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
             *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, _stream(q.device)

@@ -16,8 +16,8 @@ struct f16;
 using f32 = float;
 
 // dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
-// parts, float32 [splits, B * H * L * (D + 1)]. warpgroups: whether the GPU is sm_90 and is to use wgmma
-// where there is a kernel with it.
+// parts, float32 [splits, B * H * L * (D + 1)]. warpgroups: wgmma where there is a kernel with it; the GPU is
+// sm_90.
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
             float* parts, bool warpgroups, void* stream);
 
@@ -27,22 +27,16 @@ int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dr
 int64_t backward_workspace(DType dtype, const Problem& p);
 
 std::string error_text(int error);
-std::string targets();  // what was compiled for: "sm_80 sm_90 compute_90"
+std::string targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a"
 
 // One class and type: what a translation unit of kernels.cu defines.
 template <typename E, int kHead>
 struct Kernels {
   static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-                     float* parts, void* stream);
+                     float* parts, bool warpgroups, void* stream);
   static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                       void* stream);
   static int64_t backward_workspace(const Problem& p);
-};
-
-// The same, by warpgroups: of warpgroup_kernels.cu.
-template <typename E, int kHead>
-struct WarpgroupKernels {
-  static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, void* stream);
 };
 
 }  // namespace txl::cuda

@@ -35,20 +35,8 @@ static Problem bounded(Problem p) {
 
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
             float* parts, bool warpgroups, void* stream) {
-#if defined(TXL_WARPGROUPS)
-  if (warpgroups && dtype != DType::f32 && p.D <= 128 && splits == 1) {
-    const auto start = [&](auto kernels) {
-      return decltype(kernels)::forward(bounded(p), t, dropout_seed, stream);
-    };
-    if (dtype == DType::bf16)
-      return p.D <= 64 ? start(WarpgroupKernels<bf16, 64>{}) : start(WarpgroupKernels<bf16, 128>{});
-    return p.D <= 64 ? start(WarpgroupKernels<f16, 64>{}) : start(WarpgroupKernels<f16, 128>{});
-  }
-#else
-  static_cast<void>(warpgroups);
-#endif
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::forward(bounded(p), t, dropout_seed, splits, parts, stream);
+    return decltype(kernels)::forward(bounded(p), t, dropout_seed, splits, parts, warpgroups, stream);
   });
 }
 

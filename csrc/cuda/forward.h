@@ -94,11 +94,11 @@ struct ForwardKernel : private Block {
   TXL_DEVICE void load_queries() {
     const float sign = sign_of_queries(p);
     for (int x = thread_index(); x < BM * kHead; x += kThreads) {
-      const int y = x / kHead, d = x % kHead;
+      const int y = x / kHead, d = x % kHead, place = Block::place_of_query(y);
       const bool valid = i0 + y < p.L && d < p.D;
       const float q = valid ? to_float(load_global(t.q.at<const E>(b, h, i0 + y) + d)) : 0.0f;
-      store_shared(query_rows(0).at(y, d), from_float<E>(valid ? sign * (q + bias(t.bias_u, d)) : 0.0f));
-      store_shared(query_rows(1).at(y, d), from_float<E>(valid ? sign * (q + bias(t.bias_v, d)) : 0.0f));
+      store_shared(query_rows(0).at(place, d), from_float<E>(valid ? sign * (q + bias(t.bias_u, d)) : 0.0f));
+      store_shared(query_rows(1).at(place, d), from_float<E>(valid ? sign * (q + bias(t.bias_v, d)) : 0.0f));
     }
     sync_threads();
     this->hold_queries();
@@ -209,7 +209,8 @@ struct ForwardKernel : private Block {
   }
 };
 
-// The compiler would spill for one more block, for which there is hardly ever shared memory.
+// The compiler would spill for one more block, for which there is hardly ever shared memory; by row classes,
+// that would be half the registers.
 template <typename Block, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
@@ -249,13 +250,24 @@ struct MergeKernel {
 
 constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
-// For a class of head dimensions: by the pitch. float32, split into two, leaves no registers for queries.
+// For a class of head dimensions. float32, split into two, leaves no registers for queries.
+template <typename E, int kHead>
+constexpr int kForwardKeys = !is_half<E> || kHead > 128 ? 16
+                             : kHead > 64               ? 32
+                                                        : 64;
+template <typename E, int kHead>
+constexpr int kForwardHeld = is_half<E> && kHead <= 128 ? 2 : 0;
+
 template <typename E, int kHead, int kWarps>
-using ForwardBlock = QueryBlock<E, kHead,
-                                (!is_half<E> || kHead > 128 ? 16
-                                 : kHead > 64               ? 32
-                                                            : 64),
-                                kWarps, 2, (is_half<E> && kHead <= 128 ? 2 : 0)>;
+struct ForwardBlock : QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kForwardHeld<E, kHead>> {
+  using QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kForwardHeld<E, kHead>>::QueryBlock;
+};
+
+// Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
+template <typename E, int kHead>
+struct WarpgroupKernels {
+  static int forward(const ForwardParams& params, void* stream);
+};
 
 template <typename Kernel, typename Params>
 auto launch_kernel(const Params& params, uint32_t shared_bytes, void* stream) {
@@ -272,20 +284,31 @@ int launch_forward(const ForwardParams& params, void* stream) {
   return params.p.dropout_p > 0 ? start(std::true_type{}) : start(std::false_type{});
 }
 
+// warpgroups: as of txl::cuda::forward.
+template <typename E, int kHead>
+int launch_forward_of_class(const ForwardParams& params, bool warpgroups, void* stream) {
+  const int64_t L = params.p.L;
+  if (L <= kDecodeQueries) return launch_forward<ForwardBlock<E, kHead, 1>>(params, stream);
+#if defined(TXL_WARPGROUPS)
+  if constexpr (is_half<E> && kHead <= 128) {
+    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
+  }
+#endif
+  static_cast<void>(warpgroups);
+  using Pitch = ForwardBlock<E, kHead, 4>;
+  if constexpr (is_half<E> && kHead == 64) {  // of longer rows, the band does not fit into registers
+    if (L > Pitch::BM) return launch_forward<RowClassBlock<E, kHead>>(params, stream);
+  }
+  return launch_forward<Pitch>(params, stream);
+}
+
 // parts: [splits, B * H * L * (D + 1)], or null for one split.
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
-                   void* stream) {
+                   bool warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
   const ForwardParams params{p, t, dropout_seed, splits, split_keys, parts};
-  const auto start = [&]() -> int {
-    if (p.L <= kDecodeQueries) return launch_forward<ForwardBlock<E, kHead, 1>>(params, stream);
-    if constexpr (is_half<E> && kHead <= 64) {  // else the band does not fit into registers
-      if (p.L > 64) return launch_forward<RowClassBlock<E, kHead>>(params, stream);
-    }
-    return launch_forward<ForwardBlock<E, kHead, 4>>(params, stream);
-  };
-  const int error = start();
+  const int error = launch_forward_of_class<E, kHead>(params, warpgroups, stream);
   if (error || splits == 1) return error;
   return launch_kernel<MergeKernel<E>>(params, 0, stream);
 }

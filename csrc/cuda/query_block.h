@@ -11,8 +11,8 @@
 
 namespace txl::cuda {
 
-// How the band is moved: here by the pitch of shared memory, in registers (row_class_block.h), or as here,
-// but of columns that four warps share (warpgroup_block.h).
+// How the band is moved: by the pitch of shared memory, as told above; in registers (row_class_block.h); by
+// the pitch too, but of columns that four warps share (warpgroup_block.h).
 enum class Shift { pitch, row_classes, warpgroups };
 
 // kHead: channels of a tile, at least D. kOperands: of BM queries each, the first kHeld of which are kept in
@@ -74,13 +74,15 @@ struct QueryBlock {
   TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
   TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
 
-  // Row n of the warp's fragments is the block's query kWarpStep warp() + kRowStep n. So the first of the
-  // lane's two queries is i0 + row_of_lane(), the other is kSecondRow behind it.
+  // Row n of the warp's fragments is the block's query kWarpStep warp() + kRowStep n, so the first of the
+  // lane's two queries is i0 + row_of_lane(), the other is kSecondRow behind it. In shared memory all 16 are
+  // neighbours.
   static constexpr int kWarpStep = kClasses ? 1 : 16, kRowStep = kClasses ? 8 : 1, kSecondRow = 8 * kRowStep;
   static TXL_DEVICE int row_of_lane() {
     const int thread = opaque(thread_index());
     return thread / 32 * kWarpStep + thread % 32 / 4 * kRowStep;
   }
+  static TXL_DEVICE int place_of_query(int y) { return kClasses ? y % 8 * 16 + y / 8 : y; }
 
   // ---- Queries ----
 
@@ -102,9 +104,7 @@ struct QueryBlock {
   }
 
   // Step d of the warp's rows of query n.
-  TXL_DEVICE Fragment load_query(int n, int d) const {
-    return load_fragment(query_rows(n), kWarpStep * warp(), d, kRowStep);
-  }
+  TXL_DEVICE Fragment load_query(int n, int d) const { return load_fragment(query_rows(n), 16 * warp(), d); }
 
   // acc[n] += query n rows^T, as add_product.
   template <int n, int kTiles, typename F>
@@ -198,6 +198,7 @@ struct QueryBlock {
 
   // The warp's 16 rows of it.
   TXL_DEVICE uint32_t own_band() const {
+    static_assert(kBandBytes > 0, "the band lies in shared memory");
     return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
   }
 

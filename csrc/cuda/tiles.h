@@ -146,7 +146,7 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 
 // ---- Tiles in shared memory ----
 
-// Rows of kHead channels, 16 bytes of padding behind each: eight rows, read at the same place, lie in
+// Rows of kHead channels, 16 bytes of padding behind each: eight neighbours, read at the same place, lie in
 // different banks.
 template <typename E, int kChannels>
 struct Rows {
@@ -271,13 +271,13 @@ struct Fragment {
   uint32_t r[4];
 };
 
-// 16 rows from `row` on, every step-th, channels kStep d to kStep (d + 1) - 1.
+// 16 rows from `row` on, channels kStep d to kStep (d + 1) - 1.
 template <typename Tile>
-TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d, int step = 1) {
+TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d) {
   using E = typename Tile::Element;
   Fragment a;
   const Corner corner = corner_a();
-  load_matrix_x4(a.r, rows.at(row + step * corner.row, kStep<E> * d + kPiece<E> * corner.piece));
+  load_matrix_x4(a.r, rows.at(row + corner.row, kStep<E> * d + kPiece<E> * corner.piece));
   return a;
 }
 

@@ -1020,7 +1020,8 @@ TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], const uint32_t (&
       }
     }
     w.products.push_back(product);
-    w.all_products = (w.all_products + b + m.block_time) * 0x9e3779b97f4a7c15u;
+    const uint64_t kind = static_cast<uint64_t>(tiles) << 2 | transposed << 1 | add;
+    w.all_products = ((w.all_products + b + m.block_time) ^ kind) * 0x9e3779b97f4a7c15u;
   });
 }
 
