@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, why_not
+from helpers import EMULATED, ROOT, why_not
 
 pytest.importorskip("tqdm", reason="the benchmarks need it: pip install -e '.[bench]'")
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -21,6 +21,7 @@ from measure import BACKWARD, DECODE, FORWARD, TRAIN, Problem
 from rivals import Way
 from torch.nn.attention import SDPBackend
 
+from txl_kernels import cuda
 from txl_kernels.reference import visible_keys
 
 # Timed on every machine: the fused backend where it is built, else the reference in its place.
@@ -368,6 +369,21 @@ def test_rates_and_backends_side_by_side(monkeypatch):
     rate = must_reach.teraflops(ours, problem, FORWARD)(1)
     assert rate == pytest.approx(problem.flops(FORWARD) / 2e12)
     assert must_reach.over_backend(ours, reference, problem, FORWARD)(1) == pytest.approx(3)
+
+
+@pytest.mark.skipif(not EMULATED, reason="needs TXL_CUDA_EMULATION")
+def test_cuda_by_warpgroups(monkeypatch, tmp_path):
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    problem = Problem(20, 40, heads=2, d_head=64, dtype="bfloat16")
+    rivals.by_warpgroups().build(problem)[0](*problem.inputs())
+    assert "WarpgroupBlock" in (tmp_path / "trace").read_text()
+    assert not cuda.WARPGROUPS
+
+
+def test_a_figure_that_needs_warpgroups_is_left_out_without(monkeypatch):
+    monkeypatch.setattr(cuda, "has_warpgroups", lambda device: False)
+    with pytest.raises(must_reach.Skipped, match="wgmma needs sm_90"):
+        must_reach.teraflops_by_warpgroups(Problem(6, 20, heads=2, d_head=8))(1)
 
 
 def test_growth_of_memory(monkeypatch):

@@ -125,17 +125,27 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
 
 @emulated
 @pytest.mark.parametrize(
-    "L, splits, warpgroups", [(1, 7, False), (16, 3, False), (70, 2, False), (70, 2, True)]
+    "L, splits, block",
+    [
+        (1, 7, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
+        (16, 3, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
+        (40, 2, "ForwardBlock<txl::cuda::bf16, 64, 4>"),
+        (70, 2, "RowClassBlock"),
+        (70, 2, "WarpgroupBlock"),
+    ],
 )
-def test_keys_shared_out(monkeypatch, L, splits, warpgroups):
+def test_keys_shared_out(monkeypatch, tmp_path, L, splits, block):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
-    monkeypatch.setattr(cuda, "WARPGROUPS", warpgroups)
-    blocks = 2 if L <= 16 else 4
+    monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    blocks = 2 if L <= 64 else 4
     monkeypatch.setattr(cuda, "_processors", lambda device: -(-splits * blocks // 4))
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
     check(CUDA, tensors, backward=False)
     check(CUDA, tensors, backward=False, window_size=(100, -1), dropout_p=0.2, dropout_seed=1)
     check(CUDA, tensors, backward=False, key_range=key_range((800, 800)))
+    ran = (tmp_path / "trace").read_text().splitlines()
+    assert all(block in line or "MergeKernel" in line for line in ran)
 
 
 @emulated

@@ -9,6 +9,7 @@ Without that variable this file runs itself that way, in a process of its own.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -111,7 +112,8 @@ if INTERPRET:
 
 
 def problem(L=1, K=1, N=1, r_zero=0, left=0, right=0, p=0.0) -> Problem:
-    return Problem(1, 1, L, K, N, r_zero, left, right, 1.0, philox.threshold(p), 1 / (1 - p))
+    threshold = ctypes.c_int32(philox.threshold(p)).value
+    return Problem(1, 1, L, K, N, r_zero, left, right, 1.0, threshold, 1 / (1 - p))
 
 
 @interpreted
@@ -132,8 +134,8 @@ def test_skew_reads_every_row_from_its_own_column_on(BM, BN, dtype):
 def test_dropout_drops_what_the_reference_drops(BN, j0, step):
     seed, BM, i0, b, h = torch.tensor([-987654321987]), 16, 5, 3, 2
     out = torch.empty(BM, BN, dtype=torch.int8)
-    _kept_kernel[(1,)](out, seed, problem(p=0.3), b, h, i0, j0, step, BM=BM, BN=BN, ALIGNED=step == 0)
-    mask = philox.keep_mask(seed, 0.3, b + 1, h + 1, i0 + BM, 400, "cpu")[b, h, i0:]
+    _kept_kernel[(1,)](out, seed, problem(p=0.7), b, h, i0, j0, step, BM=BM, BN=BN, ALIGNED=step == 0)
+    mask = philox.keep_mask(seed, 0.7, b + 1, h + 1, i0 + BM, 400, "cpu")[b, h, i0:]
     columns = j0 + step * torch.arange(BM)[:, None] + torch.arange(BN)
     assert torch.equal(out.bool(), mask.gather(1, columns))
 

@@ -10,6 +10,7 @@ with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the defau
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -32,8 +33,8 @@ _SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
 _FLOAT32_HEAD = 128
-# Shared memory of a block, at most, but for kernels of sm_90 alone: as csrc/cuda/backward.h asserts. Every
-# GPU that is served has the first.
+# Shared memory that a block may take, as csrc/cuda/backward.h asserts; kernels for sm_90 alone may take more.
+# Every GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
@@ -73,7 +74,10 @@ def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 def details() -> dict[str, str]:
     """What the kernels were compiled for."""
-    return {"targets": torch.ops.txl_kernels.cuda_targets()}
+    return {
+        "targets": torch.ops.txl_kernels.cuda_targets(),
+        "warpgroups": "on, on sm_90" if WARPGROUPS else "off",
+    }
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -91,10 +95,11 @@ def _processors(device: torch.device) -> int:
     return 1 if _EMULATION else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
 def has_warpgroups(device: torch.device) -> bool:
     """Whether the library and the GPU have what WARPGROUPS asks for."""
-    if _EMULATION:
-        return True
+    if _EMULATION or unavailable():
+        return bool(_EMULATION)
     return torch.cuda.get_device_capability(device) == (9, 0) and "sm_90a" in details()["targets"].split()
 
 

@@ -102,11 +102,12 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   template <bool kFar, bool kEdge>
   TXL_DEVICE void add_tile(int j0) {
     float ds[kKeyTiles][4] = {};
-    if constexpr (kFar)
+    if constexpr (kFar) {
       add_far_term(ds, j0);
-    else
-      this->take_band(ds, j0);
-    this->template add_query_product<0>(ds, k_tile(j0), [](int n) { return n; });
+      this->add_keys(ds, j0);
+    } else {
+      this->take_scores(ds, j0);
+    }
     float dp[kKeyTiles][4] = {};
     this->template add_query_product<2>(dp, v_tile(j0), [](int n) { return n; });
     if constexpr (kDropout) drop(dp, j0);

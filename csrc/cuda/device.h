@@ -184,8 +184,8 @@ TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 
 // ---- Warpgroups: sm_90a ----
 //
-// Four neighbouring warps, the first a multiple of four, together. What b is read from was written before,
-// each writing thread then came to fence_async_proxy, and then all to a barrier.
+// Four neighbouring warps, the first a multiple of four, together. Before a product, every thread that wrote
+// what it reads from shared memory has called fence_async_proxy, then all have met at a barrier.
 TXL_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // After the last write of registers that the next products read or add to.

@@ -22,14 +22,13 @@ struct ForwardParams {
   TXL_HD int64_t rows() const { return p.B * p.H * p.L; }
 };
 
-// Block: what computes the products of a tile, by warps (QueryBlock) or by warpgroups (WarpgroupBlock); its
-// queries 0 and 1 are q + u and q + v. kDropout: whether any probability may be dropped.
+// Block: what computes the products of a tile: ForwardBlock, RowClassBlock or WarpgroupBlock. Its queries 0
+// and 1 are q + u and q + v. kDropout: whether any probability may be dropped.
 template <typename Block, bool kDropout>
 struct ForwardKernel : private Block {
   using Params = ForwardParams;
   using E = typename Block::Element;
-  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles,
-      Block::kHeadTiles;
+  using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
 
   static int64_t blocks(const Params& x) { return Block::blocks_of_head(x.p) * x.splits * x.p.H * x.p.B; }
   static TXL_DEVICE void run(const Params& params) { ForwardKernel(params).attend(); }
@@ -220,8 +219,6 @@ struct MergeKernel {
   using Params = ForwardParams;
   static constexpr int kThreads = 128;
 
-  static int64_t blocks(const Params& x) { return x.rows(); }
-
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
     const int64_t row = block_index(), rows = x.rows();
@@ -269,37 +266,31 @@ struct WarpgroupKernels {
   static int forward(const ForwardParams& params, void* stream);
 };
 
-template <typename Kernel, typename Params>
-auto launch_kernel(const Params& params, uint32_t shared_bytes, void* stream) {
-  return launch<Kernel>(Kernel::blocks(params), shared_bytes, params, stream);
-}
-
-// Block as of ForwardKernel.
 template <typename Block>
-int launch_forward(const ForwardParams& params, void* stream) {
-  const auto start = [&](auto dropout) -> int {
-    using Kernel = ForwardKernel<Block, decltype(dropout)::value>;
-    return launch_kernel<Kernel>(params, Kernel::kSharedBytes, stream);
-  };
-  return params.p.dropout_p > 0 ? start(std::true_type{}) : start(std::false_type{});
+int launch_block(const ForwardParams& params, void* stream) {
+  using Plain = ForwardKernel<Block, false>;
+  using Dropping = ForwardKernel<Block, true>;
+  const int64_t blocks = Plain::blocks(params);
+  return params.p.dropout_p > 0 ? launch<Dropping>(blocks, Block::kSharedBytes, params, stream)
+                                : launch<Plain>(blocks, Block::kSharedBytes, params, stream);
 }
 
-// warpgroups: as of txl::cuda::forward.
+// The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
-int launch_forward_of_class(const ForwardParams& params, bool warpgroups, void* stream) {
+int choose_block(const ForwardParams& params, [[maybe_unused]] bool warpgroups, void* stream) {
   const int64_t L = params.p.L;
-  if (L <= kDecodeQueries) return launch_forward<ForwardBlock<E, kHead, 1>>(params, stream);
+  if (L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
     if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
   }
 #endif
-  static_cast<void>(warpgroups);
   using Pitch = ForwardBlock<E, kHead, 4>;
-  if constexpr (is_half<E> && kHead == 64) {  // of longer rows, the band does not fit into registers
-    if (L > Pitch::BM) return launch_forward<RowClassBlock<E, kHead>>(params, stream);
+  // Of longer rows the band does not fit into registers; with shorter ones fewer warps would fit.
+  if constexpr (is_half<E> && kHead == 64) {
+    if (L > Pitch::BM) return launch_block<RowClassBlock<E, kHead>>(params, stream);
   }
-  return launch_forward<Pitch>(params, stream);
+  return launch_block<Pitch>(params, stream);
 }
 
 // parts: [splits, B * H * L * (D + 1)], or null for one split.
@@ -308,9 +299,9 @@ int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_se
                    bool warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
   const ForwardParams params{p, t, dropout_seed, splits, split_keys, parts};
-  const int error = launch_forward_of_class<E, kHead>(params, warpgroups, stream);
+  const int error = choose_block<E, kHead>(params, warpgroups, stream);
   if (error || splits == 1) return error;
-  return launch_kernel<MergeKernel<E>>(params, 0, stream);
+  return launch<MergeKernel<E>>(params.rows(), 0, params, stream);
 }
 
 }  // namespace txl::cuda

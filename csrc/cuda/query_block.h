@@ -15,8 +15,8 @@ namespace txl::cuda {
 // the pitch too, but of columns that four warps share (warpgroup_block.h).
 enum class Shift { pitch, row_classes, warpgroups };
 
-// kHead: channels of a tile, at least D. kOperands: of BM queries each, the first kHeld of which are kept in
-// registers; the others are read again for every tile of keys.
+// kChannels: of a tile, at least D. kKeys: of a tile. kOperands: of BM queries each, the first kHeld of which
+// are kept in registers; the others are read again for every tile of keys.
 template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld,
           Shift kShift = Shift::pitch>
 struct QueryBlock {
@@ -82,6 +82,7 @@ struct QueryBlock {
     const int thread = opaque(thread_index());
     return thread / 32 * kWarpStep + thread % 32 / 4 * kRowStep;
   }
+  static_assert(!kClasses || kWarps == 8, "a warp for each class");
   static TXL_DEVICE int place_of_query(int y) { return kClasses ? y % 8 * 16 + y / 8 : y; }
 
   // ---- Queries ----
@@ -165,7 +166,8 @@ struct QueryBlock {
     sync_threads();
   }
 
-  // score = (q + u) k^T + (q + v) r^T, moved.
+  // score = (q + u) k^T + (q + v) r^T, moved. RowClassBlock and WarpgroupBlock have a take_scores of their
+  // own, WarpgroupBlock add_keys and add_values too.
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     take_band(score, j0);
     add_keys(score, j0);

@@ -5,7 +5,7 @@
 // The band. The 64 queries of a warpgroup share their rows of r: of every tile they have the same 64 new
 // columns of the band, and a warp, whose own window is 80 columns, needs some of those for its next tile
 // only. So the columns stay in registers until the next tile has come; of both tiles a warp writes what lies
-// in its window. While it does, the tensor cores compute the scores' other part.
+// in its window. While it writes the new ones, the tensor cores compute the scores' other part.
 #pragma once
 
 #include "query_block.h"
@@ -27,9 +27,8 @@ struct WarpgroupBlock : WarpgroupBase<E, kHead> {
 
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     const int group = opaque(warp()) / 4, in_group = opaque(warp()) % 4;
-    const int first =
-        BM / 64 - 1 - group;              // of the block's band, the chunk in which the group's window begins
-    const int left = 48 - 16 * in_group;  // where in that chunk the warp's window begins
+    // The warp's window begins in this chunk of the block's band, at this column.
+    const int first = BM / 64 - 1 - group, left = 48 - 16 * in_group;
     if (!this->follows_band(j0)) take_columns<0>(j0, first, [] {});
     const uint32_t own = this->band_of_lane();
     sync_warp();  // what the tile before has left here was read

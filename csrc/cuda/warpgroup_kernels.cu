@@ -7,7 +7,7 @@ namespace txl::cuda {
 
 template <typename E, int kHead>
 int WarpgroupKernels<E, kHead>::forward(const ForwardParams& params, void* stream) {
-  return launch_forward<WarpgroupBlock<E, kHead>>(params, stream);
+  return launch_block<WarpgroupBlock<E, kHead>>(params, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;

@@ -161,27 +161,24 @@ def forward_kernel(
     tl.store(lse + (entry.to(tl.int64) * p.H + h) * p.L + i, lse_i, mask=i < p.L)
 
 
-@triton.jit(do_not_specialize=[*Problem._fields, "splits"])
+@triton.jit(do_not_specialize=["B", "H", "L", "splits"])
 def merge_kernel(
-    part, part_lse, out, lse,
-    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, splits,
-    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    part, part_lse, out, lse, B, H, L, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query from its splits.
 
     part: View of [splits * B, H, L, D]. part_lse: [splits * B, H, L]. BS >= splits.
     """
-    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
-    i = program % p.L
-    h = program // p.L % p.H
-    b = program // p.L // p.H
+    i = program % L
+    h = program // L % H
+    b = program // L // H
 
     split = tl.arange(0, BS)
     d = tl.arange(0, BD)
     exist = split < splits
-    entry = (split * p.B + b).to(tl.int64)
-    lses = tl.load(part_lse + (entry * p.H + h) * p.L + i, mask=exist, other=float("-inf"))
+    entry = (split * B + b).to(tl.int64)
+    lses = tl.load(part_lse + (entry * H + h) * L + i, mask=exist, other=float("-inf"))
     largest = tl.max(lses, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.exp(lses - base)
@@ -193,4 +190,4 @@ def merge_kernel(
     # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (b.to(tl.int64) * p.H + h) * p.L + i, base + tl.log(total))
+    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base + tl.log(total))
