@@ -98,8 +98,10 @@ def _processors(device: torch.device) -> int:
 @functools.cache
 def has_warpgroups(device: torch.device) -> bool:
     """Whether the library and the GPU have what WARPGROUPS asks for."""
-    if _EMULATION or unavailable():
-        return bool(_EMULATION)
+    if _EMULATION:
+        return True
+    if unavailable():
+        return False
     return torch.cuda.get_device_capability(device) == (9, 0) and "sm_90a" in details()["targets"].split()
 
 
