@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import cuda_build
@@ -160,6 +161,15 @@ def find_jobs() -> int:
 # ---- build.ninja ----
 
 
+def from_root(path: Path) -> str:
+    """As commands that run in ROOT name it."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def object_of(source: str, *variant: str) -> str:
+    return ".".join(["obj/" + source, *variant, "o"])
+
+
 class NinjaFile:
     """Collects the statements of a build.ninja. Commands run in ROOT, so that messages name csrc/..."""
 
@@ -179,7 +189,7 @@ rule link
 
     @staticmethod
     def path(path: Path) -> str:
-        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+        return from_root(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     @staticmethod
     def command(words: list[str]) -> str:
@@ -192,9 +202,8 @@ rule link
         return path
 
     def compile(self, source: str, flags: list[str], *variant: str, rule: str = "cxx") -> Path:
-        out, name = ".".join(["obj/" + source, *variant, "o"]), " ".join([source, *variant])
-        every = self.flags if rule == "cxx" else []
-        return self.build(rule, out, [Path("csrc") / source], [*every, *flags], name)
+        name, every = " ".join([source, *variant]), self.flags if rule == "cxx" else []
+        return self.build(rule, object_of(source, *variant), [Path("csrc") / source], [*every, *flags], name)
 
     def link(self, out: str, objects: list[Path], flags: list[str], rule: str = "link") -> Path:
         every = self.link_flags if rule == "link" else []
@@ -221,15 +230,15 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def build_native(verbose: bool) -> list[Path]:
-    """Brings the libraries up to date; where they were built."""
+def build_native(verbose: bool, objects: Sequence[str] = ()) -> list[Path]:
+    """Brings the libraries up to date, or these objects in place of them; where they were built."""
     if sys.platform != "linux":
         raise PlatformError(f"txl-kernels builds on Linux; this is {sys.platform}.")
     cxx, ninja = find_compiler(), find_ninja()
     (torch, torch_version), pybind11 = find_torch(), find_package("pybind11")
     (toolkit, cuda), levels, jobs = cuda_build.find_toolkit(torch), find_levels(cxx), find_jobs()
 
-    build_dir = Path(os.environ.get("TXL_BUILD_DIR") or "build") / "native"
+    build_dir = ROOT / (os.environ.get("TXL_BUILD_DIR") or "build") / "native"
     flags, link_flags = list(COMMON_FLAGS), shlex.split(os.environ.get("LDFLAGS", ""))
     if sanitize := os.environ.get("TXL_SANITIZE", ""):
         build_dir = build_dir / sanitize.replace(",", "-")
@@ -283,8 +292,9 @@ def build_native(verbose: bool) -> list[Path]:
 
     summary = f"{facts['COMPILER']}; {jobs} jobs; levels {', '.join(levels)}; CUDA kernels {cuda}"
     print(f"txl-kernels: {summary}", flush=True)
-    run_ninja(file, ninja, jobs, *(["-v"] if verbose else []))
-    return libraries
+    built = [build_dir / name for name in objects] or libraries
+    run_ninja(file, ninja, jobs, *(["-v"] if verbose else []), *map(from_root, built))
+    return built
 
 
 def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -> Path:

@@ -4,7 +4,8 @@ into a multiprocessor, and instructions of the loops over tiles.
     python tests/cuda_static.py --write docs/cuda_kernels.md
     python tests/cuda_static.py --element f32 --head 64 --arch 90
 
-Needs nvcc, and the disassembler that comes with Triton.
+Reads the objects of libtxl_cuda.so, which it builds where they are not up to date. Needs nvcc, and the
+disassembler that comes with Triton.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ import build_emulation  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "csrc"))
 import cuda_build  # noqa: E402
+import ninja_build  # noqa: E402
 
 ARCHS = (80, 90, 100)
 # float16's kernels are bfloat16's with other names of instructions.
@@ -103,34 +106,32 @@ for p in (0.0, 0.5):
     return {short(kernel): (int(threads), int(shared)) for kernel, threads, shared in lines}
 
 
-def compile_class(element: str, head: int, archs: tuple[int, ...]) -> list[Report]:
-    """The kernels of one element and class of head dimensions, by way of the PTX that serves every part."""
-    nvcc = cuda_build.find_nvcc()
-    if nvcc is None:
-        raise FileNotFoundError("nvcc was not found")
+def objects(element: str, head: int) -> list[str]:
+    """Of libtxl_cuda.so: those of a class."""
+    names = [ninja_build.object_of("cuda/kernels.cu", element, str(head))]
+    if head in cuda_build.WARPGROUP_CLASSES.get(element, ()):
+        names.append(ninja_build.object_of("cuda/warpgroup_kernels.cu", element, str(head)))
+    return names
+
+
+def build(classes: list[tuple[str, int]]) -> dict[tuple[str, int], list[Path]]:
+    """Brings the objects of these classes up to date, for every part in ARCHS; where they are."""
+    archs = " ".join(f"{arch / 10:.1f}" for arch in ARCHS)
+    with unittest.mock.patch.dict(os.environ, TXL_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST=f"{archs}+PTX"):
+        found = iter(ninja_build.build_native(False, [name for one in classes for name in objects(*one)]))
+    return {one: [next(found) for _ in objects(*one)] for one in classes}
+
+
+def read_class(element: str, head: int, archs: tuple[int, ...], built: list[Path]) -> list[Report]:
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = (Path(folder) / f"kernels.{suffix}" for suffix in ("ptx", "cubin"))
-        defines = [f"-DTXL_ELEMENT={element}", f"-DTXL_HEAD={head}"]
-        subprocess.run(
-            [
-                *(*nvcc, "-std=c++17", "-O3", f"-arch={cuda_build.PTX}", *defines),
-                *("-ptx", "-o", ptx, ROOT / "csrc" / "cuda" / "kernels.cu"),
-            ],
-            check=True,
-        )
-        found = []
-        for arch in archs:
-            subprocess.run([*nvcc, "-O3", f"-arch=sm_{arch}", "-cubin", "-o", cubin, ptx], check=True)
-            found += read_cubin(cubin, element, head, arch)
-            if arch == 90 and head in cuda_build.WARPGROUP_CLASSES.get(element, ()):
-                source = ROOT / "csrc" / "cuda" / "warpgroup_kernels.cu"
-                flags = [*cuda_build.FLAGS, *cuda_build.WARPGROUP_FLAGS, *defines]
-                command = [*nvcc, *flags, "-cubin", "-o", cubin, source]
-                done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-                if done.returncode or "serialized" in done.stderr:  # products that wait for each other
-                    raise ValueError(done.stderr)
-                found += read_cubin(cubin, element, head, arch)
-    return found
+        for path in built:
+            _tool("cuobjdump", "--extract-elf", "all", str(path), cwd=folder)
+        return [
+            report
+            for arch in archs
+            for cubin in sorted(Path(folder).glob(f"*.sm_{arch}*.cubin"))
+            for report in read_cubin(cubin, element, head, arch)
+        ]
 
 
 def read_cubin(cubin: Path, element: str, head: int, arch: int) -> list[Report]:
@@ -156,10 +157,11 @@ def read_cubin(cubin: Path, element: str, head: int, arch: int) -> list[Report]:
 
 def reports(elements=tuple(DTYPES), heads=cuda_build.HEADS, archs=ARCHS, jobs: int = 2) -> list[Report]:
     classes = [(e, head) for e in elements for head in cuda_build.CLASSES[e] if head in heads]
+    built = build(classes)
     for element, head in classes:
         launches(element, head)  # builds the emulation, once
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        done = pool.map(lambda pair: compile_class(*pair, archs), classes)
+        done = pool.map(lambda pair: read_class(*pair, archs, built[pair]), classes)
         return [report for part in tqdm(done, total=len(classes), unit="class") for report in part]
 
 
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--element", choices=DTYPES, nargs="+", default=DTYPES)
     parser.add_argument("--head", type=int, choices=cuda_build.HEADS, nargs="+", default=cuda_build.HEADS)
     parser.add_argument("--arch", type=int, choices=ARCHS, nargs="+", default=ARCHS)
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="classes disassembled at once (default: 2)")
     parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there (default: print it)")
     arguments = parser.parse_args()
     page = document(reports(arguments.element, arguments.head, arguments.arch, arguments.jobs))

@@ -290,13 +290,17 @@ def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
     blocks, graph = _blocks(vendor, code)
     yield _count(vendor, itertools.chain(*blocks))
     graph = graph.subgraph({0} | networkx.descendants(graph, 0))
+    dominators = networkx.immediate_dominators(graph, 0)
     bodies: dict[int, set[int]] = {}
     for tail, head in graph.edges:
         # Natural loops: an edge back to a block that lies on every way to where it comes from.
-        elsewhere = networkx.restricted_view(graph, [head] if head != tail else [], [])
-        body = {tail} if head == tail else {tail} | networkx.ancestors(elsewhere, tail)
-        if head == tail or (head != 0 and 0 not in body):
-            bodies.setdefault(head, set()).update(body | {head})
+        block = tail
+        while block not in (head, 0):
+            block = dominators[block]
+        if block == head:
+            body = bodies.setdefault(head, {head})
+            if tail != head:
+                body |= {tail} | networkx.ancestors(networkx.restricted_view(graph, [head], []), tail)
     over_tiles = {
         head: body
         for head, body in bodies.items()
@@ -307,10 +311,10 @@ def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
             yield _count(vendor, itertools.chain(*(blocks[n] for n in body)))
 
 
-def _tool(name: str, *arguments: str) -> str:
+def _tool(name: str, *arguments: str, cwd: str | None = None) -> str:
     """What one of the CUDA tools that come with Triton prints."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def _read(compiled: Any, lines: tuple[str, ...]) -> Report:
