@@ -191,10 +191,16 @@ class Bench:
         self.bar = Progress()
         self._built: dict[str, Attend] = {}
 
-    def run(self, problem: Problem, passes: Iterable[str]) -> list[Result]:
+    def run(
+        self, problem: Problem, passes: Iterable[str], save: Callable[[list[Result]], None]
+    ) -> list[Result]:
+        """save(results so far) after every pass: what comes may be stopped."""
         self._built.clear()
         torch._dynamo.reset()  # or the compiler makes sizes variable when it meets a second problem
-        results = [self._one_pass(problem, which) for which in passes]
+        results: list[Result] = []
+        for which in passes:
+            results.append(self._one_pass(problem, which))
+            save(results)
         if self.memory:
             self._measure_memory(results)
         if problem.on_gpu:
@@ -243,6 +249,7 @@ class Bench:
             task = measure.timed_task(self._built[way.name], truth.problem, truth.which, sets)
             row.error = truth.error(task.run(), way.position)
         except Exception as error:  # whatever a way dies of
+            measure.check_gpu()
             row.reason = why(error)
             return None
         row.wrong = row.error > ERROR_BOUND[truth.problem.dtype]
@@ -259,6 +266,7 @@ class Bench:
                     task = measure.timed_task(self._built[row.way], problem, which, sets)
                     row.gpu_kernels = measure.gpu_kernels(task)
                 except (AssertionError, RuntimeError) as error:  # it does not work everywhere
+                    measure.check_gpu()
                     self.bar.write(f"no times by kernel: {why(error)}", file=sys.stderr)
 
     def _measure_memory(self, results: list[Result]) -> None:
@@ -639,8 +647,13 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [way for way in RIVALS if way.name in args.rivals]
     bench = Bench(our_ways(args.backends, args.device) + wanted, args.repeat, args.budget, args.memory)
     results: list[Result] = []
+
+    def save(unfinished: Iterable[Result] = ()) -> None:
+        if args.json:
+            write_json(args.json, args, [*results, *unfinished], about)
+
     for problem in problems(args):
-        for result in bench.run(problem, PASSES[args.which]):
+        for result in bench.run(problem, PASSES[args.which], save):
             results.append(result)
             bench.bar.clear()
             print("\n" + table(result), flush=True)
@@ -651,8 +664,7 @@ def main(argv: list[str] | None = None) -> int:
         "\n* ours. Errors are against the float64 reference. sdpa-no-position does less: a floor, no rival."
     )
 
-    if args.json:
-        write_json(args.json, args, results, about)
+    save()
     if args.plot:
         write_plot(args.plot, results, about)
     return 1 if any(row.wrong for result in results for row in result.rows) else 0

@@ -2,10 +2,11 @@
 set -uo pipefail # no -e: a step that fails is noted, and the next one runs
 usage() {
   cat <<'HELP'
-bash benchmarks/gpu_suite.sh [FOLDER]
+bash benchmarks/gpu_suite.sh [--tests | --benchmarks] [FOLDER]
 
-All that needs an NVIDIA GPU, in less than ten minutes: builds, runs the tests marked gpu (but those marked slow and
-test_fuzz.py), runs small calls under compute-sanitizer, then the benchmarks. Leaves in FOLDER (default:
+All that needs an NVIDIA GPU, in less than ten minutes: builds for this GPU, runs the tests marked gpu (but those
+marked slow and test_fuzz.py), the benchmarks, and small calls under compute-sanitizer. What tells most comes first;
+with --tests or --benchmarks half of it has all of the time. Leaves in FOLDER (default:
 benchmarks/results/<name of the GPU>)
 
   suite.log          everything that was printed
@@ -14,8 +15,8 @@ benchmarks/results/<name of the GPU>)
 
 The summary comes last. Exit status 1 if a step failed, 2 if there is no GPU to use.
 
-Needs torch with CUDA, its Triton, pytest, tqdm and, to build, a C++ compiler, ninja, pybind11 and setuptools 77. It
-installs this package if it is not importable and fetches nothing. Used where they are installed, else left out with
+Needs torch with CUDA, its Triton, pytest, tqdm and, to build, nvcc, a C++ compiler, ninja, pybind11 and setuptools 77.
+Builds where the sources are, what has changed, and fetches nothing. Used where they are installed, else left out with
 a line that says so: hypothesis (some test files), pytest-xdist (tests on all cores: compiling the kernels is most
 of their time), compute-sanitizer (CUDA's toolkit). To a machine without network bring wheels: where there is one,
 
@@ -25,7 +26,8 @@ of their time), compute-sanitizer (CUDA's toolkit). To a machine without network
 and on the machine: pip install --no-index --no-deps wheels/*.whl
 
   PYTHON             the Python to use (python3)
-  TXL_SUITE_SECONDS  time for all of it (570); what there is no time left for is not started
+  TXL_SUITE_SECONDS  time for all of it (560); what there is no time left for is not started
+  TXL_COMMIT         the commit that the results name, where the sources have come without git
 HELP
 }
 
@@ -33,6 +35,11 @@ if [[ ${1-} == -h || ${1-} == --help ]]; then
   usage
   exit 0
 fi
+tests=yes benchmarks=yes
+case ${1-} in
+--tests) benchmarks='' && shift ;;
+--benchmarks) tests='' && shift ;;
+esac
 if (($# > 1)) || [[ ${1-} == -* ]]; then
   usage >&2
   exit 2
@@ -43,7 +50,7 @@ case ${1-} in
 esac
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
-deadline=${TXL_SUITE_SECONDS:-570}
+deadline=${TXL_SUITE_SECONDS:-560}
 SECONDS=0
 
 if ! gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name())' 2>&1); then
@@ -81,8 +88,8 @@ launch() {
   if ((left < 5)); then
     status=no
   else
-    # INT: pytest then still says what it has found.
-    timeout --signal=INT --kill-after=10 $((limit < left ? limit : left)) "$@" >"$scratch/$name" 2>&1 </dev/null
+    # INT: pytest then still says what it has found, once its workers have ended, for which xdist waits 10 s.
+    timeout --signal=INT --kill-after=25 $((limit < left ? limit : left)) "$@" >"$scratch/$name" 2>&1 </dev/null
     status=$?
   fi
   echo "$status $((SECONDS - start)) $*" >"$scratch/$name.how"
@@ -123,81 +130,113 @@ bench() { # NAME SECONDS COMMAND...: a step that prints a table
 # ---- Build -------------------------------------------------------------------------------------------------
 
 say "$gpu, $(date -u +%Y-%m-%dT%H:%MZ)"
-if (cd / && PYTHONPATH='' "$python" -c 'import txl_kernels') 2>/dev/null; then
-  say "txl_kernels is installed"
-else
-  step build 100 "$python" -m pip install --no-build-isolation --no-deps --no-index -e .
-fi
-# The kernels of a GPU need no C++: they are found here even where that did not build.
+capability=$("$python" -c 'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' 2>/dev/null)
+step build 120 env TXL_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST="${capability##*$'\n'}" MAX_JOBS="$(nproc)" \
+  "$python" setup.py build_ext --inplace
+# Triton's kernels need no C++: they are found here even where that did not build.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # shellcheck disable=SC2016
-step report 60 bash -c '"$0" -m txl_kernels; nvidia-smi' "$python"
+step report 40 bash -c 'nvidia-smi; "$0" -m txl_kernels && "$0" -c "
+from txl_kernels import backends
+missing = [name for name in (\"triton\", \"cuda\") if not backends()[name].available]
+raise SystemExit(f\"without {missing}, whose tests are then left out\" if missing else 0)"' "$python"
 
 # ---- Tests -------------------------------------------------------------------------------------------------
 
 # Not test_fuzz.py: each of its examples compiles kernels of its own, which takes longer than all the rest.
-tests=("$python" -m pytest -q -p no:cacheprovider -p no:benchmark --durations=10 --continue-on-collection-errors
-  tests --ignore=tests/test_fuzz.py)
-say "left out, to be run by itself: tests/test_fuzz.py"
-for module in hypothesis tqdm; do
-  if ! has $module; then
-    while read -r file; do
-      say "left out, for want of $module: $file"
-      tests+=("--ignore=$file")
-    done < <(grep -lE "^(import|from) $module\b" tests/test_*.py)
-  fi
-done
+# Tiles are not chosen by measuring: beside other tests that would choose wrong ones, and Triton remembers them.
+pytest=(env OMP_NUM_THREADS=2 TXL_TRITON_AUTOTUNE=0 "$python" -m pytest -q -p no:cacheprovider -p no:benchmark
+  --durations=10 --continue-on-collection-errors --ignore=tests/test_fuzz.py)
 parallel=()
-if has xdist; then
-  parallel=(-n "$(nproc)")
-else
-  say "without pytest-xdist the tests run on one core, and may not get through in time"
-fi
-tests=(env OMP_NUM_THREADS=2 "${tests[@]}")
+sanitizer=
 
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-[[ -n $sanitizer ]] || say "left out, for want of compute-sanitizer: memcheck, racecheck"
-for tool in memcheck racecheck; do
-  # Every tensor an allocation of its own, so that reading past its end is seen. Meanwhile the tests run.
-  [[ -z $sanitizer ]] || launch $tool 200 env TXL_TRITON_AUTOTUNE=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    "$sanitizer" --tool $tool --error-exitcode 1 --print-limit 20 "$python" tests/sanitize_gpu.py &
-done
-step tests 220 "${tests[@]}" -m "gpu and not slow" -k "not test_large" ${parallel[@]+"${parallel[@]}"}
-wait
-for tool in memcheck racecheck; do
-  [[ -z $sanitizer ]] || { finish $tool && tail -n 15 "$scratch/$tool"; }
-done
-# Forward by wgmma, which has to be asked for.
-if "$python" -c 'import sys, torch; from txl_kernels import cuda; sys.exit(not cuda.has_warpgroups(torch.device("cuda")))'; then
-  step tests-warpgroups 45 env TXL_CUDA_WARPGROUPS=1 "${tests[@]}" -m "gpu and not slow" \
-    -k "cuda and not float32 and (test_forward or test_masks or test_clamp or test_key_range)" \
-    ${parallel[@]+"${parallel[@]}"}
-else
-  say "left out, for want of sm_90 or of kernels for it: tests of forward by wgmma"
-fi
-# Of tensors with more than 2^31 elements there is room for one test at a time.
-step tests-large 60 "${tests[@]}" -m gpu -k test_large
+prepare_tests() {
+  local module file
+  say "left out, to be run by itself: tests/test_fuzz.py"
+  for module in hypothesis tqdm; do
+    if ! has $module; then
+      while read -r file; do
+        say "left out, for want of $module: $file"
+        pytest+=("--ignore=$file")
+      done < <(grep -lE "^(import|from) $module\b" tests/test_*.py)
+    fi
+  done
+  if has xdist; then
+    parallel=(-n "$(nproc)")
+  else
+    say "without pytest-xdist the tests run on one core, and may not get through in time"
+  fi
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  [[ -n $sanitizer ]] || say "left out, for want of compute-sanitizer: memcheck, racecheck"
+}
+
+run_tests() { # NAME SECONDS PYTEST'S ARGUMENTS...: those marked gpu, on all cores
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "${pytest[@]}" -m "gpu and not slow" ${parallel[@]+"${parallel[@]}"} "$@"
+}
+
+first_tests() {
+  # The CUDA kernels are compiled: nothing to wait for.
+  run_tests tests-cuda 120 tests -k "cuda and not test_large"
+  # Forward by wgmma, which has to be asked for.
+  if "$python" -c 'import sys, torch; from txl_kernels import cuda; sys.exit(not cuda.has_warpgroups(torch.device("cuda")))'; then
+    TXL_CUDA_WARPGROUPS=1 run_tests tests-warpgroups 45 -k "cuda and not float32" \
+      tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py
+  else
+    say "left out, for want of sm_90 or of kernels for it: tests of forward by wgmma"
+  fi
+  # What only a GPU shows of Triton's: sizes, races, streams, graphs.
+  run_tests tests-triton-gpu 90 tests/test_triton_gpu.py -k "not cuda and not test_large"
+}
+
+other_tests() {
+  local tool backend
+  for tool in memcheck racecheck; do
+    # Every tensor an allocation of its own, so that reading past its end is seen. Meanwhile the tests run. What
+    # libraries ask the driver in vain is no error of ours.
+    [[ -z $sanitizer ]] || launch $tool 200 env TXL_TRITON_AUTOTUNE=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      "$sanitizer" --tool $tool --report-api-errors no --error-exitcode 1 --print-limit 20 \
+      "$python" tests/sanitize_gpu.py &
+  done
+  run_tests tests-triton 300 tests --ignore=tests/test_triton_gpu.py -k "not cuda and not test_large"
+  wait
+  for tool in memcheck racecheck; do
+    [[ -z $sanitizer ]] || { finish $tool && tail -n 15 "$scratch/$tool"; }
+  done
+  # Of tensors with more than 2^31 elements there is room for one test at a time.
+  step tests-large 60 "${pytest[@]}" -m gpu tests/test_triton_gpu.py -k test_large
+  for backend in cuda triton; do
+    step tests-strides-$backend 90 "${pytest[@]}" -m "gpu and not slow" tests/test_large_strides.py -k $backend
+  done
+}
 
 # ---- Benchmarks --------------------------------------------------------------------------------------------
 
-if has tqdm; then
-  attention=("$python" benchmarks/bench_attn.py --device cuda)
+run_benchmarks() {
+  local batch attention=("$python" benchmarks/bench_attn.py --device cuda)
+  if ! has tqdm; then
+    failed=1
+    say "no benchmarks: they need tqdm"
+    return
+  fi
+  bench must-reach 150 "$python" benchmarks/must_reach.py --device cuda --json "$folder/must_reach.json"
   bench attention-d64 120 "${attention[@]}" --json "$folder/attention-d64.json"
   for batch in 1 64; do
     bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch \
       --json "$folder/decode-b$batch.json"
   done
-  bench must-reach 150 "$python" benchmarks/must_reach.py --device cuda --json "$folder/must_reach.json"
   bench attention-d128 120 "${attention[@]}" --d-head 128 --json "$folder/attention-d128.json"
-else
-  failed=1
-  say "no benchmarks: they need tqdm"
-fi
+}
+
+[[ -z $tests ]] || { prepare_tests; first_tests; }
+[[ -z $benchmarks ]] || run_benchmarks
+[[ -z $tests ]] || other_tests
 
 # ---- Summary -----------------------------------------------------------------------------------------------
 
 {
-  printf '\n%s\n' "$gpu, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  printf '\n%s\n' "$gpu, commit ${TXL_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
   printf '%s\n' "${summary[@]}"
   echo "$SECONDS s in all; in $folder"
 } | tee -a "$tables" "$log"

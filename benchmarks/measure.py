@@ -251,7 +251,8 @@ def graph_task(attend: Callable[..., Tensor], problem: Problem, sets: list[tuple
         with torch.cuda.graph(graph):
             result = over_all_sets()
 
-    def replay(_: None) -> tuple[Tensor]:
+    def replay(_: None, kept: list[tuple[Tensor, ...]] = sets) -> tuple[Tensor]:
+        """kept: the graph knows their addresses, and does not keep them."""
         graph.replay()
         return result
 
@@ -373,6 +374,12 @@ def gpu_kernels(task: Task) -> dict[str, float]:
 
 def median(samples: list[float]) -> float:
     return statistics.median(samples)
+
+
+def check_gpu() -> None:
+    """Raises what a kernel has done to the GPU, if it has: in this process nothing works on it any more."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -511,7 +518,10 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The source's commit, with `+changes` where the tree differs from it; None outside a git checkout."""
+    """The source's commit, with `+changes` where the tree differs from it, or what TXL_COMMIT says; None
+    outside a git checkout."""
+    if given := os.environ.get("TXL_COMMIT"):
+        return given
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import interpreter
 import pytest
@@ -48,6 +49,19 @@ def fixed_seed():
     torch.default_generator.manual_seed(0)  # torch.manual_seed takes 4 ms where there is no GPU
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def gpu_still_works(request):
+    """Ends the process if the test has broken the GPU (reading where nothing is, say): every later test would
+    fail there. pytest-xdist names the test and goes on in a new process."""
+    yield
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"{request.node.nodeid} broke the GPU: {error}", file=sys.__stderr__, flush=True)
+            os._exit(3)
 
 
 @pytest.fixture

@@ -74,6 +74,8 @@ def why_not(name: str) -> str | None:
         rel_attention(*(t[name] for name in TENSORS), backend=name)
     except BackendUnavailable as error:
         return str(error)
+    except Exception:
+        return None  # its own tests fail then and say of what, the other backends' run
     return None
 
 
@@ -298,9 +300,9 @@ def check(backend: Backend, tensors: dict, backward=True, **options) -> dict[str
 
 
 def assert_value(backend: Backend, got: torch.Tensor, value: torch.Tensor) -> None:
-    """A weight of 1 leaves a value as it is; in float32, which backend "cuda" multiplies as sums of two tf32,
-    its first 21 bits."""
-    if backend.name == "cuda" and value.dtype == f32:
+    """A weight of 1 leaves a value as it is; in float32 its first 21 bits, where backend "cuda" multiplies it
+    as a sum of two tf32, and on GPUs, where score * scale - base is rounded once: no weight is quite 1."""
+    if value.dtype == f32 and (backend.name == "cuda" or backend.device == "cuda"):
         torch.testing.assert_close(got, value, rtol=2**-21, atol=0)
     else:
         assert torch.equal(got, value)
