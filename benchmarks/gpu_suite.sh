@@ -145,8 +145,9 @@ raise SystemExit(f\"without {missing}, whose tests are then left out\" if missin
 
 # Not test_fuzz.py: each of its examples compiles kernels of its own, which takes longer than all the rest.
 # Tiles are not chosen by measuring: beside other tests that would choose wrong ones, and Triton remembers them.
-pytest=(env OMP_NUM_THREADS=2 TXL_TRITON_AUTOTUNE=0 "$python" -m pytest -q -p no:cacheprovider -p no:benchmark
-  --durations=10 --continue-on-collection-errors --ignore=tests/test_fuzz.py)
+# -W default: what torch has to remark on a GPU is no failure of ours.
+pytest=(env OMP_NUM_THREADS=2 TXL_TRITON_AUTOTUNE=0 "$python" -m pytest -q -W default -p no:cacheprovider
+  -p no:benchmark --durations=10 --continue-on-collection-errors --ignore=tests/test_fuzz.py)
 parallel=()
 sanitizer=
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import pytest
@@ -92,6 +94,21 @@ def test_json(capsys, tmp_path):
         assert len(shift["samples"]) == 2 and shift["error"] < 1e-6
         problem = Problem(**result["problem"])
         assert shift["gflops"] * shift["seconds"] * 1e9 == pytest.approx(problem.flops(FORWARD))
+
+
+def test_json_of_what_was_stopped(capsys, monkeypatch, tmp_path):
+    def stop(bench, problem, which):
+        if which == TRAIN:
+            raise KeyboardInterrupt
+        return one_pass(bench, problem, which)
+
+    one_pass = bench_attn.Bench._one_pass
+    monkeypatch.setattr(bench_attn.Bench, "_one_pass", stop)
+    path = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench(capsys, "--json", str(path), ways=["shift"])
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["which"] == FORWARD and len(result["rows"]) == 2
 
 
 def test_plot(capsys, tmp_path):
@@ -418,6 +435,50 @@ def test_verdicts(capsys, monkeypatch, tmp_path, value, at_least, verdict, statu
     assert must_reach.main(["--json", str(path)]) == status
     assert capsys.readouterr().out.rstrip().endswith(verdict)
     assert json.loads(path.read_text())["figures"][0]["name"] == "a figure"
+
+
+def test_figures_of_what_was_stopped(monkeypatch, tmp_path):
+    def stop(repeat):
+        raise KeyboardInterrupt
+
+    figures = [
+        must_reach.Figure(name, 0.8, "gemm rate", f) for name, f in (("a", lambda n: 1.0), ("b", stop))
+    ]
+    monkeypatch.setattr(must_reach, "FIGURES", figures)
+    path = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        must_reach.main(["--json", str(path)])
+    assert [line["name"] for line in json.loads(path.read_text())["figures"]] == ["a"]
+
+
+def test_a_broken_gpu_ends_the_benchmark(monkeypatch):
+    """What comes after it would fail for no fault of its own."""
+
+    def broken():
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        must_reach.run(must_reach.Figure("a figure", 0.8, "gemm rate", failed), 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        (["--help"], 0, "All that needs an NVIDIA GPU"),
+        (["--tests"], 2, "torch finds no GPU to use"),
+        (["--test"], 2, "--benchmarks"),
+        (["--benchmarks", "here", "there"], 2, "--benchmarks"),
+    ],
+)
+def test_the_suite_for_gpus_without_one(arguments, status, message):
+    command = ["bash", ROOT / "benchmarks" / "gpu_suite.sh", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
+    )
+    assert done.returncode == status and message in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(OURS != "cpu", reason="the CPU backend is not built")
