@@ -78,7 +78,7 @@ def passes(accesses: list[tuple[int, ...]]) -> int:
 
 
 def pitch_of(element: str, head: int) -> int:
-    """csrc/cuda/tiles.h: Rows<E, kHead>::kPitch."""
+    """csrc/cuda/tiles.h: Rows<E, kHead>::kRowBytes, in words."""
     return ((4 if element == "f32" else 2) * head + 16) // 4
 
 

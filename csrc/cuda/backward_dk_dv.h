@@ -56,7 +56,7 @@ struct DkDvKernel {
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
 
   // Shared memory: keys, values, q + u, dO, q + v, the ring of r, the band, statistics of the queries.
-  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kRowBytes;
   static constexpr uint32_t kKeyBytes = BN * kRowBytes, kQueryBytes = BM * kRowBytes;
   static constexpr uint32_t kQueriesAt = 2 * kKeyBytes, kRingAt = kQueriesAt + 3 * kQueryBytes;
   static constexpr uint32_t kBandAt = kRingAt + kChunks * kQueryBytes;

@@ -52,7 +52,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
         acc{},
         scale(scale_of_scores(p)) {
     for (int y = 0; y < 2; ++y) {
-      const int i = i0 + row_of_lane() + 8 * y;
+      const int i = i0 + row_of_lane(y);
       const bool exists = i < mask.L;
       // Of queries beyond the last, every probability is 0.
       const Statistics query = exists ? load_global(x.queries(b, h) + i) : Statistics{infinity(), 0, 0, 0};
@@ -111,7 +111,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     float dp[kKeyTiles][4] = {};
     this->template add_query_product<2>(dp, v_tile(j0), [](int n) { return n; });
     if constexpr (kDropout) drop(dp, j0);
-    const int i = i0 + row_of_lane(), j = j0 + lane() % 4 * 2;
+    const int i = i0 + row_of_lane(0), j = j0 + lane() % 4 * 2;
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) {
@@ -130,7 +130,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   TXL_DEVICE void add_far_term(float (&score)[kKeyTiles][4], int j0) {
     for (int y = 0; y < 2; ++y) {
-      const int i = smaller(i0 + row_of_lane() + 8 * y, mask.L - 1);
+      const int i = smaller(i0 + row_of_lane(y), mask.L - 1);
       const Statistics query = load_global(params.queries(opaque(b), h) + i);
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
@@ -162,7 +162,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   // The same for the clamped pairs alone, whose dS then counts no more.
   TXL_DEVICE void take_clamped(float (&ds)[kKeyTiles][4], int j0) {
-    const int c0 = lowest_row(j0) + BM - 1 - row_of_lane() + lane() % 4 * 2, N = static_cast<int>(p.N);
+    const int c0 = lowest_row(j0) + BM - 1 - row_of_lane(0) + lane() % 4 * 2, N = static_cast<int>(p.N);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) {
@@ -290,7 +290,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     if (params.clamps && lane() % 4 == 0)
       for (int end = 0; end < 2; ++end)
         for (int y = 0; y < 2; ++y)
-          store_shared(base + Block::kBandAt + static_cast<uint32_t>(end * BM + row_of_lane() + 8 * y) * 4,
+          store_shared(base + Block::kBandAt + static_cast<uint32_t>(end * BM + row_of_lane(y)) * 4,
                        clamped[end][y]);
     sync_threads();
     write_rows<kHead, kThreads>(results, BM, Source<E>(t.dq, b, h, p), i0, p.L);

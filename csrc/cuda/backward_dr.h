@@ -51,7 +51,7 @@ struct DrKernel {
   // Shared memory: the rows of r if they stay, q + u, dO, q + v, the rings of keys and values, the two bands,
   // statistics of the queries. The rows of r that are held come by way of the ring of keys.
   using Band = BandOfTile<BM, BN>;
-  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kPitch, kQueryBytes = BM * kRowBytes;
+  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kRowBytes, kQueryBytes = BM * kRowBytes;
   static constexpr uint32_t kQueriesAt = kHeld ? 0 : BN * kRowBytes, kRingsAt = kQueriesAt + 3 * kQueryBytes;
   static constexpr uint32_t kBandsAt = kRingsAt + 2 * kChunks * kQueryBytes;
   static constexpr uint32_t kStatisticsAt = kBandsAt + 2 * Band::kBytes;

@@ -58,7 +58,7 @@ struct ForwardKernel : private Block {
         acc{},
         scale(scale_of_scores(p)) {
     for (int y = 0; y < 2; ++y) {
-      const int i = i0 + row_of_lane() + Block::kSecondRow * y;
+      const int i = i0 + row_of_lane(y);
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
       lo[y] = static_cast<int>(keys.lo), hi[y] = static_cast<int>(keys.hi);
     }
@@ -183,7 +183,7 @@ struct ForwardKernel : private Block {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
-      const int64_t i = i0 + row_of_lane() + Block::kSecondRow * y;
+      const int64_t i = i0 + row_of_lane(y);
       if (i >= p.L) continue;
       const bool any_seen = lo[y] < hi[y];
       const float factor = any_seen ? scale_of_kept(p) / total[y] : 0.0f;
@@ -257,7 +257,8 @@ constexpr int kForwardHeld = is_half<E> && kHead <= 128 ? 2 : 0;
 
 template <typename E, int kHead, int kWarps>
 struct ForwardBlock : QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kForwardHeld<E, kHead>> {
-  using QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kForwardHeld<E, kHead>>::QueryBlock;
+  using Base = typename ForwardBlock::QueryBlock;
+  using Base::Base;
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.

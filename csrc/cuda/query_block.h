@@ -37,9 +37,8 @@ struct QueryBlock {
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
-  static constexpr uint32_t kRowBytes = kPanels ? kRow<E, kHead> : Rows<E, kHead>::kPitch;
-  static constexpr uint32_t kTileBytes = BN * kRowBytes;
-  static constexpr uint32_t kQueryBytes = BM * kRowBytes;
+  static constexpr uint32_t kTileBytes = BN * Tile<BN>::kRowBytes;
+  static constexpr uint32_t kQueryBytes = BM * Tile<BM>::kRowBytes;
   static constexpr uint32_t kBandBytes = kClasses ? 0 : kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
@@ -74,16 +73,14 @@ struct QueryBlock {
   TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
   TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
 
-  // Row n of the warp's fragments is the block's query kWarpStep warp() + kRowStep n, so the first of the
-  // lane's two queries is i0 + row_of_lane(), the other is kSecondRow behind it. In shared memory all 16 are
-  // neighbours.
-  static constexpr int kWarpStep = kClasses ? 1 : 16, kRowStep = kClasses ? 8 : 1, kSecondRow = 8 * kRowStep;
-  static TXL_DEVICE int row_of_lane() {
-    const int thread = opaque(thread_index());
-    return thread / 32 * kWarpStep + thread % 32 / 4 * kRowStep;
+  // The lane's query y, of two, is the block's query row_of_lane(y).
+  static TXL_DEVICE int row_of_lane(int y) {
+    const int thread = opaque(thread_index()), row = thread % 32 / 4 + 8 * y;
+    return kClasses ? thread / 32 + 8 * row : thread / 32 * 16 + row;
   }
+  // Where the block's query n lies in shared memory: a warp's 16 are neighbours there.
+  static TXL_DEVICE int place_of_query(int n) { return kClasses ? n % 8 * 16 + n / 8 : n; }
   static_assert(!kClasses || kWarps == 8, "a warp for each class");
-  static TXL_DEVICE int place_of_query(int y) { return kClasses ? y % 8 * 16 + y / 8 : y; }
 
   // ---- Queries ----
 
@@ -260,8 +257,7 @@ struct QueryBlock {
     for (int n = 0; n < 8; ++n) {
       const int call =
           j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h,
-                         i0 + row_of_lane() + n / 4 * kSecondRow)
+      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane(n / 4))
               << (4 * n);
     }
   }

@@ -12,7 +12,7 @@ namespace txl::cuda {
 
 template <typename E, int kHead>
 struct RowClassBlock : QueryBlock<E, kHead, 64, 8, 2, 2, Shift::row_classes> {
-  using Base = QueryBlock<E, kHead, 64, 8, 2, 2, Shift::row_classes>;
+  using Base = typename RowClassBlock::QueryBlock;
   using Base::Base, Base::BN, Base::kKeyTiles;
 
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {

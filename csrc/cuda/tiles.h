@@ -152,13 +152,13 @@ template <typename E, int kChannels>
 struct Rows {
   using Element = E;
   static constexpr int kHead = kChannels;
-  static constexpr uint32_t kPitch = kRow<E, kHead> + 16;
-  static_assert(kPitch / 16 % 2 == 1, "an odd number of 16 bytes");
+  static constexpr uint32_t kRowBytes = kRow<E, kHead> + 16;
+  static_assert(kRowBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
   uint32_t address;
 
   TXL_DEVICE uint32_t at(int row, int channel) const {
-    return address + static_cast<uint32_t>(row) * kPitch + static_cast<uint32_t>(channel) * sizeof(E);
+    return address + static_cast<uint32_t>(row) * kRowBytes + static_cast<uint32_t>(channel) * sizeof(E);
   }
 };
 
@@ -169,7 +169,7 @@ struct Panels {
   using Element = E;
   static constexpr int kHead = kChannels;
   static constexpr int kChannelsOfPanel = 128 / static_cast<int>(sizeof(E));
-  static constexpr uint32_t kPanelBytes = kRows * 128;
+  static constexpr uint32_t kRowBytes = kRow<E, kHead>, kPanelBytes = kRows * 128;
   static_assert(kHead % kChannelsOfPanel == 0 && kRows % 8 == 0,
                 "whole panels, of whole groups of eight rows");
 

@@ -15,12 +15,9 @@ namespace txl::cuda {
 // Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
 // one operand of two.
 template <typename E, int kHead>
-using WarpgroupBase =
-    QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), Shift::warpgroups>;
-
-template <typename E, int kHead>
-struct WarpgroupBlock : WarpgroupBase<E, kHead> {
-  using Base = WarpgroupBase<E, kHead>;
+struct WarpgroupBlock
+    : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), Shift::warpgroups> {
+  using Base = typename WarpgroupBlock::QueryBlock;
   using Base::Base, Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
   using Tile = typename Base::template Tile<BN>;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
@@ -29,13 +26,25 @@ struct WarpgroupBlock : WarpgroupBase<E, kHead> {
     const int group = opaque(warp()) / 4, in_group = opaque(warp()) % 4;
     // The warp's window begins in this chunk of the block's band, at this column.
     const int first = BM / 64 - 1 - group, left = 48 - 16 * in_group;
-    if (!this->follows_band(j0)) take_columns<0>(j0, first, [] {});
+    const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
+    if (!this->follows_band(j0)) {
+      with_q_v([&](auto& q_v) {
+        start<false>(columns, q_v, r(0));
+        warpgroup_wait<0>();
+        settle(columns), settle(q_v);
+      });
+    }
     const uint32_t own = this->band_of_lane();
     sync_warp();  // what the tile before has left here was read
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       if (8 * n >= left) this->write_band(own + static_cast<uint32_t>(8 * n - left) * 4, columns[n]);
-    take_columns<1>(j0, first + 1, [&] { start<false>(score, held[0], this->k_tile(j0)); });
+    with_q_v([&](auto& q_v) {
+      start<false>(columns, q_v, r(1));
+      start<false>(score, held[0], this->k_tile(j0));
+      warpgroup_wait<1>();  // the scores are computed while the columns are written
+      settle(columns), settle(q_v);
+    });
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       if (8 * n < 16 + left) this->write_band(own + static_cast<uint32_t>(64 + 8 * n - left) * 4, columns[n]);
@@ -44,7 +53,6 @@ struct WarpgroupBlock : WarpgroupBase<E, kHead> {
   }
 
   TXL_DEVICE void add_keys(float (&score)[kKeyTiles][4], int j0) {
-    settle(score);
     start<true>(score, held[0], this->k_tile(j0));
     finish(score);
   }
@@ -72,30 +80,24 @@ struct WarpgroupBlock : WarpgroupBase<E, kHead> {
  private:
   float columns[kKeyTiles][4];  // of the band, of the tile before
 
-  // columns = (q + v) r^T for a chunk of the block's band. also: starts as many other products as kPending
-  // says, which are left behind unfinished.
-  template <int kPending, typename F>
-  TXL_DEVICE void take_columns(int j0, int chunk, F also) {
-    const Tile r = this->ring(this->ring_chunk(j0, chunk));
-    const auto take = [&](Fragment(&query)[kSteps]) {
-      start<false>(columns, query, r);
-      also();
-      warpgroup_wait<kPending>();
-      settle(columns), settle(query);
-    };
+  // f(q + v), which registers hold or shared memory.
+  template <typename F>
+  TXL_DEVICE void with_q_v(F f) {
     if constexpr (Base::kHeldOperands > 1) {
-      take(held[1]);
+      f(held[1]);
     } else {
-      Fragment query[kSteps];
+      Fragment q_v[kSteps];
       TXL_UNROLL_GPU
-      for (int d = 0; d < kSteps; ++d) query[d] = this->load_query(1, d);
-      take(query);
+      for (int d = 0; d < kSteps; ++d) q_v[d] = this->load_query(1, d);
+      f(q_v);
     }
   }
 
   // acc = query rows^T, kAdd: += of it.
   template <bool kAdd>
-  static TXL_DEVICE void start(float (&acc)[kKeyTiles][4], const Fragment (&query)[kSteps], Tile rows) {
+  static TXL_DEVICE void start(float (&acc)[kKeyTiles][4], Fragment (&query)[kSteps], Tile rows) {
+    if constexpr (kAdd) settle(acc);
+    settle(query);
     warpgroup_begin();
     warpgroup_mma<E, false, kAdd>(acc, query[0].r, rows.columns(0));
     TXL_UNROLL_GPU
