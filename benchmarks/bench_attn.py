@@ -249,8 +249,8 @@ class Bench:
             task = measure.timed_task(self._built[way.name], truth.problem, truth.which, sets)
             row.error = truth.error(task.run(), way.position)
         except Exception as error:  # whatever a way dies of
-            measure.check_gpu()
             row.reason = why(error)
+            measure.check_gpu(f"{way.name}: {row.reason}")
             return None
         row.wrong = row.error > ERROR_BOUND[truth.problem.dtype]
         return None if row.wrong else task
@@ -266,7 +266,7 @@ class Bench:
                     task = measure.timed_task(self._built[row.way], problem, which, sets)
                     row.gpu_kernels = measure.gpu_kernels(task)
                 except (AssertionError, RuntimeError) as error:  # it does not work everywhere
-                    measure.check_gpu()
+                    measure.check_gpu(f"{row.way}: {why(error)}")
                     self.bar.write(f"no times by kernel: {why(error)}", file=sys.stderr)
 
     def _measure_memory(self, results: list[Result]) -> None:

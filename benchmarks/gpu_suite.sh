@@ -9,14 +9,14 @@ marked slow and test_fuzz.py), the benchmarks, and small calls under compute-san
 with --tests or --benchmarks half of it has all of the time. Leaves in FOLDER (default:
 benchmarks/results/<name of the GPU>)
 
-  suite.log          everything that was printed
-  tables.txt         the benchmarks' tables, and how each step ended
+  suite.log          everything that was printed (suite-tests.log, suite-benchmarks.log)
+  tables.txt         the benchmarks' tables, and how each step ended (tables-tests.txt, tables-benchmarks.txt)
   *.json             every figure, with the GPU, the versions and the commit
 
 The summary comes last. Exit status 1 if a step failed, 2 if there is no GPU to use.
 
 Needs torch with CUDA, its Triton, pytest, tqdm and, to build, nvcc, a C++ compiler, ninja, pybind11 and setuptools 77.
-Builds where the sources are, what has changed, and fetches nothing. Used where they are installed, else left out with
+Builds where the sources are, what has changed, for this GPU alone, and fetches nothing. Used where they are installed, else left out with
 a line that says so: hypothesis (some test files), pytest-xdist (tests on all cores: compiling the kernels is most
 of their time), compute-sanitizer (CUDA's toolkit). To a machine without network bring wheels: where there is one,
 
@@ -35,10 +35,9 @@ if [[ ${1-} == -h || ${1-} == --help ]]; then
   usage
   exit 0
 fi
-tests=yes benchmarks=yes
+half=''
 case ${1-} in
---tests) benchmarks='' && shift ;;
---benchmarks) tests='' && shift ;;
+--tests | --benchmarks) half=${1#-} && shift ;;
 esac
 if (($# > 1)) || [[ ${1-} == -* ]]; then
   usage >&2
@@ -63,8 +62,8 @@ if [[ -z $folder ]]; then
 fi
 mkdir -p "$folder" || exit 2
 folder=$(cd "$folder" && pwd)
-log=$folder/suite.log
-tables=$folder/tables.txt
+log=$folder/suite$half.log
+tables=$folder/tables$half.txt
 : >"$log"
 : >"$tables"
 scratch=$(mktemp -d)
@@ -92,7 +91,7 @@ launch() {
     timeout --signal=INT --kill-after=25 $((limit < left ? limit : left)) "$@" >"$scratch/$name" 2>&1 </dev/null
     status=$?
   fi
-  echo "$status $((SECONDS - start)) $*" >"$scratch/$name.how"
+  echo "$status $((SECONDS - start)) ${*//$'\n'/ }" >"$scratch/$name.how"
 }
 
 finish() { # NAME: notes how a launched step ended
@@ -119,8 +118,9 @@ step() { # NAME SECONDS COMMAND...
   tail -n 15 "$scratch/$1"
 }
 
-bench() { # NAME SECONDS COMMAND...: a step that prints a table
-  launch "$@"
+bench() { # NAME SECONDS COMMAND...: a step that prints a table and writes NAME.json
+  rm -f "$folder/$1.json" # of another commit
+  launch "$@" --json "$folder/$1.json"
   finish "$1"
   # Without what the progress bar left.
   sed 's/.*\r//' "$scratch/$1" | grep -v '^ *$' | tee -a "$tables"
@@ -130,8 +130,17 @@ bench() { # NAME SECONDS COMMAND...: a step that prints a table
 # ---- Build -------------------------------------------------------------------------------------------------
 
 say "$gpu, $(date -u +%Y-%m-%dT%H:%MZ)"
-capability=$("$python" -c 'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))' 2>/dev/null)
-step build 120 env TXL_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST="${capability##*$'\n'}" MAX_JOBS="$(nproc)" \
+# This GPU's number, if nvcc knows it; else PTX has to serve it.
+arch=$("$python" -c '
+import sys
+import torch
+sys.path.insert(0, "csrc")
+import cuda_build
+major, minor = torch.cuda.get_device_capability()
+nvcc = cuda_build.find_nvcc()
+known = cuda_build.output_of([*nvcc, "--list-gpu-code"]).split() if nvcc else []
+print(f"{major}.{minor}" if f"sm_{major}{minor}" in known else "")')
+step build 120 env TXL_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST="${arch##*$'\n'}" MAX_JOBS="$(nproc)" \
   "$python" setup.py build_ext --inplace
 # Triton's kernels need no C++: they are found here even where that did not build.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -221,18 +230,17 @@ run_benchmarks() {
     say "no benchmarks: they need tqdm"
     return
   fi
-  bench must-reach 150 "$python" benchmarks/must_reach.py --device cuda --json "$folder/must_reach.json"
-  bench attention-d64 120 "${attention[@]}" --json "$folder/attention-d64.json"
+  bench must_reach 150 "$python" benchmarks/must_reach.py --device cuda
+  bench attention-d64 120 "${attention[@]}"
   for batch in 1 64; do
-    bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch \
-      --json "$folder/decode-b$batch.json"
+    bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch
   done
-  bench attention-d128 120 "${attention[@]}" --d-head 128 --json "$folder/attention-d128.json"
+  bench attention-d128 120 "${attention[@]}" --d-head 128
 }
 
-[[ -z $tests ]] || { prepare_tests; first_tests; }
-[[ -z $benchmarks ]] || run_benchmarks
-[[ -z $tests ]] || other_tests
+[[ $half == -benchmarks ]] || { prepare_tests; first_tests; }
+[[ $half == -tests ]] || run_benchmarks
+[[ $half == -benchmarks ]] || other_tests
 
 # ---- Summary -----------------------------------------------------------------------------------------------
 

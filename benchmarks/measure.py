@@ -376,10 +376,13 @@ def median(samples: list[float]) -> float:
     return statistics.median(samples)
 
 
-def check_gpu() -> None:
-    """Raises what a kernel has done to the GPU, if it has: in this process nothing works on it any more."""
+def check_gpu(what: str) -> None:
+    """Raises an error that names `what` if it has broken the GPU: this process can use it no more."""
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise RuntimeError(f"the GPU is broken: {what}") from error
 
 
 # ---- Memory --------------------------------------------------------------------------------------

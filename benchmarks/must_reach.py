@@ -133,8 +133,8 @@ def race(
         try:
             tasks[name] = checked(PEERS[name], problem, which)
         except Exception as error:
-            measure.check_gpu()
             reasons[name] = f"{name}: {why(error)}"
+            measure.check_gpu(reasons[name])
     return medians(tasks, repeat), reasons
 
 
@@ -329,7 +329,6 @@ def run(figure: Figure, repeat: int) -> dict[str, Any]:
     except Skipped as reason:
         return line | {"measured": None, "verdict": "skipped", "note": str(reason)}
     except Exception as error:
-        measure.check_gpu()
         return line | {"measured": None, "verdict": "FAILED", "note": why(error)}
     return line | {"measured": value, "verdict": "pass" if figure.passes(value) else "MISSED", "note": ""}
 
@@ -386,6 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:  # now: what comes may be stopped
             machine = about | ({"tiles": tiles()} if args.device == "cuda" else {})
             args.json.write_text(json.dumps({"machine": machine, "figures": lines}, indent=1) + "\n")
+        measure.check_gpu(figure.name)
     return 1 if any(line["verdict"] in ("MISSED", "FAILED") for line in lines) else 0
 
 

@@ -12,6 +12,7 @@ Environment variables: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS, those of cuda_build.py,
 """
 
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -106,14 +107,14 @@ def find_package(name: str) -> Path:
         return Path(spec.origin).parent
     raise PlatformError(
         f"{name} is not installed for {sys.executable}, and a build without isolation needs it. Either "
-        "pip install 'torch>=2.10,<2.14' ninja pybind11 'setuptools>=77', or drop --no-build-isolation."
+        "pip install 'torch>=2.10' ninja pybind11 'setuptools>=77', or drop --no-build-isolation."
     )
 
 
 def find_torch() -> tuple[Path, str]:
     folder, version = find_package("torch"), importlib.metadata.version("torch")
     if tuple(int(part) for part in version.split(".")[:2]) < TORCH_AT_LEAST:
-        raise PlatformError(f"torch {version} is too old: the build needs torch>=2.10,<2.14.")
+        raise PlatformError(f"torch {version} is too old: the build needs torch>=2.10.")
     return folder, version
 
 
@@ -341,7 +342,12 @@ def build_emulation(build_dir: Path) -> Path:
 
 def run_ninja(file: NinjaFile, ninja: str, jobs: int, *options: str) -> None:
     path = file.build_dir / "build.ninja"
-    write_if_changed(path, file.text)
     command = [ninja, "-f", str(path), f"-j{jobs}", *options]
-    if subprocess.run(command, cwd=ROOT).returncode:
+    file.build_dir.mkdir(parents=True, exist_ok=True)
+    with open(file.build_dir / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not mind another one in the same folder
+        write_if_changed(path, file.text)
+        # On standard error: standard output is the caller's.
+        done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr.fileno())
+    if done.returncode:
         raise CompileError(f"{shlex.join(command)} failed; the compiler's own message is above.")

@@ -54,14 +54,19 @@ def fixed_seed():
 @pytest.fixture(autouse=True)
 def gpu_still_works(request):
     """Ends the process if the test has broken the GPU (reading where nothing is, say): every later test would
-    fail there. pytest-xdist names the test and goes on in a new process."""
+    fail there. pytest-xdist goes on in a new one."""
     yield
-    if torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            print(f"{request.node.nodeid} broke the GPU: {error}", file=sys.__stderr__, flush=True)
-            os._exit(3)
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        message = f"{request.node.nodeid} broke the GPU: {error}"
+        if not hasattr(request.config, "workerinput"):
+            pytest.exit(message, returncode=3)
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(message, file=sys.stderr, flush=True)
+        os._exit(3)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import os
 import re
@@ -115,10 +116,11 @@ def objects(element: str, head: int) -> list[str]:
 
 
 def build(classes: list[tuple[str, int]]) -> dict[tuple[str, int], list[Path]]:
-    """Brings the objects of these classes up to date, for every part in ARCHS; where they are."""
-    archs = " ".join(f"{arch / 10:.1f}" for arch in ARCHS)
-    with unittest.mock.patch.dict(os.environ, TXL_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST=f"{archs}+PTX"):
-        found = iter(ninja_build.build_native(False, [name for one in classes for name in objects(*one)]))
+    """Brings the objects of these classes up to date, for the default list of parts; where they are."""
+    names = [name for one in classes for name in objects(*one)]
+    default = {"TXL_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "", "TXL_SANITIZE": ""}
+    with unittest.mock.patch.dict(os.environ, default), contextlib.redirect_stdout(sys.stderr):
+        found = iter(ninja_build.build_native(False, names))
     return {one: [next(found) for _ in objects(*one)] for one in classes}
 
 

@@ -451,7 +451,7 @@ def test_figures_of_what_was_stopped(monkeypatch, tmp_path):
     assert [line["name"] for line in json.loads(path.read_text())["figures"]] == ["a"]
 
 
-def test_a_broken_gpu_ends_the_benchmark(monkeypatch):
+def test_a_broken_gpu_ends_the_benchmark(monkeypatch, tmp_path):
     """What comes after it would fail for no fault of its own."""
 
     def broken():
@@ -459,8 +459,13 @@ def test_a_broken_gpu_ends_the_benchmark(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(RuntimeError, match="illegal"):
-        must_reach.run(must_reach.Figure("a figure", 0.8, "gemm rate", failed), 1)
+    figures = [must_reach.Figure(name, 0.8, "gemm rate", failed) for name in ("a figure", "another")]
+    monkeypatch.setattr(must_reach, "FIGURES", figures)
+    path = tmp_path / "figures.json"
+    with pytest.raises(RuntimeError, match="the GPU is broken: a figure"):
+        must_reach.main(["--json", str(path)])
+    (line,) = json.loads(path.read_text())["figures"]
+    assert (line["name"], line["verdict"]) == ("a figure", "FAILED")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
