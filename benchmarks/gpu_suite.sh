@@ -16,9 +16,10 @@ benchmarks/results/<name of the GPU>)
 The summary comes last. Exit status 1 if a step failed, 2 if there is no GPU to use.
 
 Needs torch with CUDA, its Triton, pytest, tqdm and, to build, nvcc, a C++ compiler, ninja, pybind11 and setuptools 77.
-Builds where the sources are, what has changed, for this GPU alone, and fetches nothing. Used where they are installed, else left out with
-a line that says so: hypothesis (some test files), pytest-xdist (tests on all cores: compiling the kernels is most
-of their time), compute-sanitizer (CUDA's toolkit). To a machine without network bring wheels: where there is one,
+Builds where the sources are, what has changed, for this GPU alone, and fetches nothing. Used where they are
+installed, else left out with a line that says so: hypothesis (some test files), pytest-xdist (tests on all cores:
+compiling the kernels is most of their time), compute-sanitizer (CUDA's toolkit). To a machine without network bring
+wheels: where there is one,
 
   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels hypothesis sortedcontainers attrs tqdm
   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels pytest-xdist execnet
