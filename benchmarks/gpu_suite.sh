@@ -246,7 +246,7 @@ run_benchmarks() {
 # ---- Summary -----------------------------------------------------------------------------------------------
 
 {
-  printf '\n%s\n' "$gpu, commit ${TXL_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
+  printf '\n%s\n' "$gpu, commit $(cd benchmarks && "$python" -c 'import measure; print(measure.commit() or "unknown")')"
   printf '%s\n' "${summary[@]}"
   echo "$SECONDS s in all; in $folder"
 } | tee -a "$tables" "$log"

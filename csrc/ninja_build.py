@@ -347,7 +347,7 @@ def run_ninja(file: NinjaFile, ninja: str, jobs: int, *options: str) -> None:
     with open(file.build_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ninja itself does not mind another one in the same folder
         write_if_changed(path, file.text)
-        # On standard error: standard output is the caller's.
-        done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr.fileno())
+        # It reports on standard error (2): standard output is the caller's.
+        done = subprocess.run(command, cwd=ROOT, stdout=2)
     if done.returncode:
         raise CompileError(f"{shlex.join(command)} failed; the compiler's own message is above.")

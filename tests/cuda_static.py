@@ -120,8 +120,8 @@ def build(classes: list[tuple[str, int]]) -> dict[tuple[str, int], list[Path]]:
     names = [name for one in classes for name in objects(*one)]
     default = {"TXL_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "", "TXL_SANITIZE": ""}
     with unittest.mock.patch.dict(os.environ, default), contextlib.redirect_stdout(sys.stderr):
-        found = iter(ninja_build.build_native(False, names))
-    return {one: [next(found) for _ in objects(*one)] for one in classes}
+        paths = dict(zip(names, ninja_build.build_native(False, names), strict=True))
+    return {one: [paths[name] for name in objects(*one)] for one in classes}
 
 
 def read_class(element: str, head: int, archs: tuple[int, ...], built: list[Path]) -> list[Report]:

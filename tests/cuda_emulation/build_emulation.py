@@ -3,7 +3,6 @@
 TXL_CUDA_EMULATION=$(python tests/cuda_emulation/build_emulation.py) pytest -k cuda
 """
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -17,6 +16,4 @@ def build() -> Path:
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        library = build()
-    print(library)
+    print(build())
