@@ -24,6 +24,9 @@ enum class DType { f32, f64, bf16, f16 };
 struct View {
   void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
+  // Of GPUs' tensors: all rows are whole pieces of 16 bytes, and 32 bits hold how many bytes are from one to
+  // the next.
+  bool wide = false;
 
   template <typename T>
   TXL_HD T* at(int64_t b, int64_t h, int64_t i) const {
@@ -53,8 +56,11 @@ struct Problem {
 
   // Row of r before clamping; rows left of 0 and right of N - 1 repeat the first and the last row.
   TXL_HD int64_t band(int64_t i, int64_t j) const { return r_zero + j - position(i); }
-
-  TXL_HD int64_t r_row(int64_t c) const { return c < 0 ? 0 : (c >= N ? N - 1 : c); }
+  template <typename Int>
+  TXL_HD Int r_row(Int c) const {
+    const Int last = static_cast<Int>(N) - 1, any = c < 0 ? 0 : c;
+    return any > last ? last : any;
+  }
 
   // Masks. Every mask of the contract is one interval of keys per query row, and both ends of it only grow
   // with i.

@@ -46,7 +46,19 @@ class Tensors {
     memory_.add(x, name);
     return x;
   }
-  txl::View view(const Tensor& x, const char* name) { return txl::view(checked(x, name), name); }
+  txl::View view(const Tensor& x, const char* name) {
+    txl::View v = txl::view(checked(x, name), name);
+    // The stride of a single row (head, entry) may be anything: an address that is made of it is not read,
+    // but must be aligned.
+    const int64_t last = x.dim() - 1, bytes = x.scalar_type() == ScalarType::Float ? 4 : 2;
+    if (last == 3 && x.size(0) == 1) v.batch = 0;
+    if (last >= 1 && x.size(last == 3 ? 1 : 0) == 1) v.head = 0;
+    if (last >= 2 && x.size(last - 1) == 1) v.row = 0;
+    const auto whole = [&](int64_t n) { return n * bytes % 16 == 0; };
+    v.wide = whole(x.size(last)) && whole(v.batch) && whole(v.head) && whole(v.row) &&
+             reinterpret_cast<uintptr_t>(v.data) % 16 == 0 && v.row * bytes <= 0x7fffffff;
+    return v;
+  }
   txl::View view(const OptionalTensor& x, const char* name) { return x ? view(*x, name) : txl::View{}; }
 
   template <typename T>

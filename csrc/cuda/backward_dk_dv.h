@@ -151,7 +151,7 @@ struct DkDvKernel {
   // ---- Loads ----
 
   TXL_DEVICE void load_keys() {
-    const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
+    const auto key = [&](int n) { return mask.key(j0 + n); };
     copy_rows<kThreads>(k_tile(), 0, Source<E>(t.k, b, h, p), BN, key);
     copy_rows<kThreads>(v_tile(), 0, Source<E>(t.v, b, h, p), BN, key);
     if constexpr (kHeld) {
@@ -182,12 +182,12 @@ struct DkDvKernel {
   // Starts to copy q + v, and the rows of r that the tile before has not brought.
   TXL_DEVICE void copy_position(int i0) {
     copy_rows<kThreads>(q_v(), 0, params.template query_rows<E>(params.w.q_v, opaque(b), h), BM,
-                        [&](int y) { return i0 + y < mask.L ? i0 + y : -1; });
+                        [&](int y) { return mask.query(i0 + y); });
     const int new_chunks = follows_band(i0) ? 1 : kChunks;
     for (int chunk = 0; chunk < new_chunks; ++chunk) {
       const int c = lowest_row - i0 + chunk * BM;
       copy_rows<kThreads>(ring(), ring_row(i0, chunk * BM), Source<E>(t.r, 0, opaque(h), p), BM,
-                          [&](int n) { return p.r_row(c + n); });
+                          [&](int n) { return RowOf{p.r_row(c + n), true}; });
     }
   }
 
@@ -199,7 +199,7 @@ struct DkDvKernel {
   }
 
   TXL_DEVICE void copy_queries(int i0) {
-    const auto query = [&](int y) { return i0 + y < mask.L ? i0 + y : -1; };
+    const auto query = [&](int y) { return mask.query(i0 + y); };
     copy_rows<kThreads>(q_u(), 0, params.template query_rows<E>(params.w.q_u, opaque(b), h), BM, query);
     copy_rows<kThreads>(dout(), 0, Source<E>(t.dout, opaque(b), h, p), BM, query);
     copy_statistics<BM>(base + kStatisticsAt, params.queries(b, h), i0, p.L);

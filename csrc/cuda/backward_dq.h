@@ -87,7 +87,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   // ---- Loads ----
 
   TXL_DEVICE void load_queries() {
-    const auto row = [&](int y) { return i0 + y < mask.L ? i0 + y : -1; };
+    const auto row = [&](int y) { return mask.query(i0 + y); };
     copy_rows<kThreads>(query_rows(0), 0, params.template query_rows<E>(params.w.q_u, b, h), BM, row);
     copy_rows<kThreads>(query_rows(1), 0, params.template query_rows<E>(params.w.q_v, b, h), BM, row);
     copy_rows<kThreads>(query_rows(2), 0, Source<E>(t.dout, b, h, p), BM, row);

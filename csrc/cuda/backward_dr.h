@@ -153,7 +153,7 @@ struct DrKernel {
 
   TXL_DEVICE void load_rows() {
     copy_rows<kThreads>(r_tile(), 0, Source<E>(t.r, 0, h, p), BN,
-                        [&](int n) { return c0 + n < p.N ? c0 + n : -1; });
+                        [&](int n) { return RowOf{c0 + n, c0 + n < p.N}; });
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -200,13 +200,13 @@ struct DrKernel {
 
   // Starts to copy q + u and dO, and the keys and values that the tile before has not brought.
   TXL_DEVICE void copy_banded(const Entry& entry, int i0) {
-    const auto query = [&](int y) { return i0 + y < entry.mask.L ? i0 + y : -1; };
+    const auto query = [&](int y) { return entry.mask.query(i0 + y); };
     copy_rows<kThreads>(q_u(), 0, query_rows(params.w.q_u, entry.b), BM, query);
     copy_rows<kThreads>(dout(), 0, Source<E>(t.dout, opaque(entry.b), h, p), BM, query);
     const Source<E> k_rows(t.k, opaque(entry.b), h, p), v_rows(t.v, opaque(entry.b), h, p);
     for (int chunk = i0 > entry.tiles.begin ? kChunks - 1 : 0; chunk < kChunks; ++chunk) {
       const int j0 = entry.first_key + i0 + chunk * BM;
-      const auto key = [&](int n) { return entry.mask.has_key(j0 + n) ? j0 + n : -1; };
+      const auto key = [&](int n) { return entry.mask.key(j0 + n); };
       copy_rows<kThreads>(k_ring(), ring_row(i0, chunk * BM), k_rows, BM, key);
       copy_rows<kThreads>(v_ring(), ring_row(i0, chunk * BM), v_rows, BM, key);
     }
@@ -214,7 +214,7 @@ struct DrKernel {
 
   TXL_DEVICE void copy_plain(const Entry& entry, int i0) {
     copy_rows<kThreads>(q_v(), 0, query_rows(params.w.q_v, entry.b), BM,
-                        [&](int y) { return i0 + y < entry.mask.L ? i0 + y : -1; });
+                        [&](int y) { return entry.mask.query(i0 + y); });
     copy_statistics<BM>(base + kStatisticsAt, params.queries(entry.b, h), i0, p.L);
   }
 

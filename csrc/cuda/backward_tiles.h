@@ -82,9 +82,9 @@ struct BackwardParams {
 
   // Rows of w.q_u or w.q_v.
   template <typename E>
-  TXL_DEVICE Source<E> query_rows(void* data, int64_t b, int64_t h) const {
-    Source<E> rows({data, p.H * p.L * w.row, p.L * w.row, w.row}, b, h, p);
-    rows.D = static_cast<int>(w.row), rows.wide = true;
+  TXL_DEVICE Source<E> query_rows(void* data, int b, int h) const {
+    Source<E> rows({data, p.H * p.L * w.row, p.L * w.row, w.row, true}, b, h, p);
+    rows.D = static_cast<int>(w.row);
     return rows;
   }
 };
@@ -270,8 +270,7 @@ struct PrepareKernel {
   };
 
   // Zeros beyond D, and if there is no such tensor.
-  static TXL_DEVICE Piece load(const View& view, int64_t b, int64_t h, int64_t i, int channel,
-                               const Problem& p) {
+  static TXL_DEVICE Piece load(const View& view, int b, int h, int64_t i, int channel, const Problem& p) {
     Piece y{};
     if (!view.data || channel >= p.D) return y;
     const Source<E> source(view, b, h, p);

@@ -106,7 +106,8 @@ struct ForwardKernel : private Block {
   // (q + v) . r at the two ends of r, by a product with 16 rows that repeat the first or the last.
   TXL_DEVICE void load_far_terms() {
     if (tiles.all_lo == tiles.near && tiles.far_last == tiles.all_hi) return;
-    copy_rows<kThreads>(ring(), 0, Source<E>(t.r, 0, h, p), 32, [&](int n) { return n < 16 ? 0 : p.N - 1; });
+    copy_rows<kThreads>(ring(), 0, Source<E>(t.r, 0, h, p), 32,
+                        [&](int n) { return RowOf{n < 16 ? 0 : static_cast<int>(p.N) - 1, true}; });
     commit_copies();
     wait_copies<0>();
     sync_threads();

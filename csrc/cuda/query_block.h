@@ -70,7 +70,9 @@ struct QueryBlock {
         base((shared_base() + kAlignment - 1) / kAlignment * kAlignment) {}
 
   TXL_DEVICE bool is_masked(int j0) const { return j0 < tiles.all_lo || j0 >= tiles.all_hi; }
-  TXL_DEVICE bool is_far(int j0) const { return !is_masked(j0) && (j0 < tiles.near || j0 >= tiles.far_last); }
+  TXL_DEVICE bool is_far(int j0) const {
+    return (j0 >= tiles.all_lo && j0 < tiles.near) || (j0 >= tiles.far_last && j0 < tiles.all_hi);
+  }
   TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
 
   // The lane's query y, of two, is the block's query row_of_lane(y).
@@ -116,8 +118,9 @@ struct QueryBlock {
   // ---- Keys, values, r ----
 
   // Keys and values have two places each, in turns.
-  TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + j0 / BN % 2 * kTileBytes}; }
-  TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + j0 / BN % 2) * kTileBytes}; }
+  static TXL_DEVICE uint32_t turn(int j0) { return static_cast<uint32_t>(j0) / BN % 2; }
+  TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + turn(j0) * kTileBytes}; }
+  TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + turn(j0)) * kTileBytes}; }
   TXL_DEVICE Tile<BN> ring(int chunk = 0) const {
     return {base + kTilesAt + static_cast<uint32_t>(4 + chunk) * kTileBytes};
   }
@@ -139,7 +142,7 @@ struct QueryBlock {
   // before has not brought. Of t: k, v and r.
   template <typename Tensors>
   TXL_DEVICE void copy_tile(const Tensors& t, int j0) {
-    const auto key = [&](int n) { return mask.has_key(j0 + n) ? j0 + n : -1; };
+    const auto key = [&](int n) { return mask.key(j0 + n); };
     copy_rows<kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
     if (!is_far(j0)) {
       const Source<E> r_rows(t.r, 0, opaque(h), p);
@@ -147,7 +150,7 @@ struct QueryBlock {
       for (int chunk = kChunks - new_chunks; chunk < kChunks; ++chunk) {
         const int c = lowest_row(j0) + chunk * BN;
         copy_rows<kThreads>(ring(ring_chunk(j0, chunk)), 0, r_rows, BN,
-                            [&](int n) { return p.r_row(c + n); });
+                            [&](int n) { return RowOf{p.r_row(c + n), true}; });
       }
     }
     copy_rows<kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);

@@ -78,6 +78,12 @@ TXL_DEVICE int64_t ceil_to(int64_t x) {
 
 // ---- Masks in 32 bits ----
 
+// What a row of a tile is a copy of: a row of the tensor, or zeros.
+struct RowOf {
+  int n;
+  bool exists;
+};
+
 // Problem's, of a batch entry's keys or a share of them.
 struct Mask {
   int lo, hi, below, above, L;  // keys, their least distance to the query, and the one that is too much
@@ -90,6 +96,8 @@ struct Mask {
   }
 
   TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
+  TXL_DEVICE RowOf key(int j) const { return {j, has_key(j)}; }
+  TXL_DEVICE RowOf query(int i) const { return {i, i < L}; }
   TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
 };
 
@@ -199,7 +207,7 @@ struct Panels {
   }
 };
 
-// Rows of a tensor of one batch entry and head. wide: all rows are whole pieces of 16 bytes.
+// Rows of a tensor of one batch entry and head.
 template <typename E>
 struct Source {
   const E* data;
@@ -207,43 +215,47 @@ struct Source {
   int D;
   bool wide;
 
-  TXL_DEVICE Source(const View& view, int64_t b, int64_t h, const Problem& p)
-      : data(view.at<const E>(b, h, 0)), row(view.row), D(static_cast<int>(p.D)) {
-    wide = D % kPiece<E> == 0 && row % kPiece<E> == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  }
+  TXL_DEVICE Source(const View& view, int b, int h, const Problem& p)
+      : data(view.at<const E>(static_cast<uint32_t>(b), static_cast<uint32_t>(h), 0)),
+        row(view.row),
+        D(static_cast<int>(p.D)),
+        wide(view.wide) {}
 };
 
-// Starts to copy `count` rows: row n is source's row(n), zeros where that is negative. The channels from D on
-// are zeros too. All threads of the block take part.
+// Starts to copy `count` rows: row n is what row(n), a RowOf, says. The channels from D on are zeros too. All
+// threads of the block take part.
 template <int kThreads, typename Tile, typename E, typename F>
 TXL_DEVICE void copy_rows(Tile to, int to_row, const Source<E>& source, int count, F row) {
   constexpr int kHead = Tile::kHead;
   const int thread = opaque(thread_index());
   if (source.wide) {
     // A loop that can be unrolled, because every thread has as many pieces; if possible all of a column, so
-    // that its addresses differ by constants.
-    constexpr int kPieces = kHead / kPiece<E>;
+    // that its addresses differ by constants. An address is one 32-bit product, and a sum of 64 bits.
+    constexpr uint32_t kPieces = kHead / kPiece<E>;
     constexpr bool kSameColumn = kThreads % kPieces == 0;
-    const int first = thread / kPieces, column = thread % kPieces;
+    const int first = static_cast<int>(static_cast<uint32_t>(thread) / kPieces);
+    const int column = static_cast<int>(static_cast<uint32_t>(thread) % kPieces);
+    const int row_bytes = static_cast<int>(source.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
-    for (int start = 0; start < count * kPieces; start += kThreads) {
-      const int place = start + thread;
-      const int n = kSameColumn ? first + start / kPieces : place / kPieces;
-      const int channel = (kSameColumn ? column : place % kPieces) * kPiece<E>;
-      if (count * kPieces % kThreads != 0 && n >= count) break;
-      const int64_t from = row(n);
-      const bool valid = from >= 0 && channel < source.D;
-      copy_async_16(to.at(to_row + n, channel), source.data + (valid ? from * source.row + channel : 0),
-                    valid);
+    for (int start = 0; start < count * static_cast<int>(kPieces); start += kThreads) {
+      const uint32_t place = static_cast<uint32_t>(start + thread);
+      const int n =
+          kSameColumn ? first + start / static_cast<int>(kPieces) : static_cast<int>(place / kPieces);
+      const int channel = (kSameColumn ? column : static_cast<int>(place % kPieces)) * kPiece<E>;
+      if (count * static_cast<int>(kPieces) % kThreads != 0 && n >= count) break;
+      const RowOf from = row(n);
+      copy_async_16(to.at(to_row + n, channel),
+                    reinterpret_cast<const char*>(source.data + channel) + int64_t{from.n} * row_bytes,
+                    from.exists && channel < source.D);
     }
   } else {
     TXL_NO_UNROLL_GPU
     for (int place = thread; place < count * kHead; place += kThreads) {
       const int n = place / kHead, channel = place % kHead;
-      const int64_t from = row(n);
-      const bool valid = from >= 0 && channel < source.D;
+      const RowOf from = row(n);
+      const bool valid = from.exists && channel < source.D;
       store_shared(to.at(to_row + n, channel),
-                   valid ? load_global(source.data + from * source.row + channel) : E{});
+                   valid ? load_global(source.data + from.n * source.row + channel) : E{});
     }
   }
 }
