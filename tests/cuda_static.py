@@ -104,7 +104,7 @@ for p in (0.0, 0.5):
 """
         subprocess.run([sys.executable, "-c", script], env=environment, check=True)
         lines = {tuple(line.split("|")) for line in trace.read_text().splitlines()}
-    return {short(kernel): (int(threads), int(shared)) for kernel, threads, shared in lines}
+    return {short(kernel): (int(threads), int(shared)) for kernel, _boxes, threads, shared in lines}
 
 
 def objects(element: str, head: int) -> list[str]:

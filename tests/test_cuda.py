@@ -106,6 +106,38 @@ def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     check_case(case, dtype, backward=False)
     ran = (tmp_path / "trace").read_text().splitlines()
     assert all("WarpgroupBlock" in line or "MergeKernel" in line for line in ran)
+    assert (boxes(ran) > 0) == (case["D"] % 8 == 0)
+
+
+def boxes(trace):
+    """How many the copy engine has copied."""
+    return sum(int(line.split("|")[1]) for line in trace)
+
+
+def with_rows_of(x, elements, first=0):
+    longer = x.new_zeros(*x.shape[:3], elements)[..., first : first + x.shape[3]]
+    return longer.copy_(x)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "change, copies",
+    [
+        (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),  # heads lie between rows
+        (lambda x: with_rows_of(x, 80), True),
+        (lambda x: with_rows_of(x, 81), False),
+        (lambda x: with_rows_of(x, 80, first=1), False),
+        (lambda x: x[:, :1].expand_as(x), False),
+    ],
+    ids=["heads in turns", "longer rows", "odd rows", "begins in between", "one head for all"],
+)
+def test_the_copy_engine_copies_a_tensor(change, copies, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    tensors = inputs(B=2, L=70, K=150, D=48, N=130, dtype=bf16)
+    tensors["k"] = change(tensors["k"])
+    check(CUDA, tensors, backward=False)
+    assert (boxes((tmp_path / "trace").read_text().splitlines()) > 0) == copies
 
 
 @pytest.mark.parametrize(

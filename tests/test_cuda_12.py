@@ -32,6 +32,7 @@ UNITS = [
 HEADERS = {
     "cmath": "namespace std { using ::nearbyint; }",
     "cstring": "",
+    **dict.fromkeys(("stdlib.h", "stdint.h"), '#include <cstdint>'),
     "cstdint": """
         typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;
         typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;
@@ -85,8 +86,8 @@ def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
         (folder / name).write_text(text)
     includes = [
         folder,
-        ROOT / "csrc" / "cuda",
         *(folder_of(part) / "include" for part in ("runtime", "nvcc")),
+        ROOT / "csrc" / "cuda",  # has a cuda.h too
     ]
     options = ["-default-device", "-std=c++17", f"-arch={ptx}", *(f"-I{x}" for x in includes)]
 

@@ -25,13 +25,15 @@ def assert_sound(report: static.Report) -> None:
     if works_on_tiles:
         assert report.tensor > 0, f"{report.kernel} on sm_{report.arch}: no product by tensor cores in a loop"
     if "Warpgroup" in report.kernel:
-        products, waits = (
+        products, waits, boxes, turns = (
             sum(n for loop in report.loops for name, n in loop.names.items() if name.startswith(kind))
-            for kind in ("HGMMA", "WARPGROUP.DEPBAR")
+            for kind in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG", "BRA.U.ANY")
         )
         # For a far tile two, a masked one three, another one four: else registers were in the compiler's way,
         # and it lets every instruction wait for the one before.
         assert waits == 9 and products >= 4 * waits, f"{report.kernel}: {products} wgmma, {waits} waits"
+        # Of keys, values and r; and not told by every thread in turn.
+        assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
     assert report.stack == report.local == 0, f"{report.kernel} spills on sm_{report.arch}"
 

@@ -79,6 +79,8 @@ template <typename T>
 TXL_DEVICE T shuffle(T x, int source_lane) {
   return __shfl_sync(0xffffffffu, x, source_lane);
 }
+// x, which is the same in all lanes: so the compiler knows.
+TXL_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 TXL_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
 
 // Shared memory is addressed in PTX's shared space: 32-bit byte addresses, not pointers. A multiple of 128.
@@ -412,6 +414,7 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 
+inline int uniform(int x) { return x; }
 using emulation::any;
 using emulation::block_index;
 using emulation::commit_copies;

@@ -9,9 +9,10 @@
 
 namespace txl::cuda {
 
+template <typename Tensors>
 struct ForwardParams {
   Problem p;
-  Forward t;
+  Tensors t;
   const int64_t* dropout_seed;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
   // [splits, B, H, L, D] without gaps, and lse [splits, B, H, L] behind it.
@@ -26,7 +27,7 @@ struct ForwardParams {
 // and 1 are q + u and q + v. kDropout: whether any probability may be dropped.
 template <typename Block, bool kDropout>
 struct ForwardKernel : private Block {
-  using Params = ForwardParams;
+  using Params = ForwardParams<typename Block::ForwardTensors>;
   using E = typename Block::Element;
   using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
 
@@ -68,11 +69,12 @@ struct ForwardKernel : private Block {
     if (tiles.begin < tiles.end) {
       load_queries();
       load_far_terms();
-      copy_tile(t, tiles.begin);
+      this->begin_copies();
+      copy_tile(params.t, tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
       this->wait_tile();
-      if (j0 + BN < tiles.end) copy_tile(t, j0 + BN);
+      if (j0 + BN < tiles.end) copy_tile(params.t, j0 + BN);
       if (is_far(j0))
         add_tile<true, false>(j0);
       else if (is_masked(j0))
@@ -217,7 +219,7 @@ constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 // out and lse of a query from its splits. A split that saw nothing has lse -inf and zeros.
 template <typename E>
 struct MergeKernel {
-  using Params = ForwardParams;
+  using Params = ForwardParams<Forward>;
   static constexpr int kThreads = 128;
 
   static TXL_DEVICE void run(const Params& x) {
@@ -265,11 +267,11 @@ struct ForwardBlock : QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kF
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
 template <typename E, int kHead>
 struct WarpgroupKernels {
-  static int forward(const ForwardParams& params, void* stream);
+  static int forward(const ForwardParams<Forward>& params, void* stream);
 };
 
 template <typename Block>
-int launch_block(const ForwardParams& params, void* stream) {
+int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, void* stream) {
   using Plain = ForwardKernel<Block, false>;
   using Dropping = ForwardKernel<Block, true>;
   const int64_t blocks = Plain::blocks(params);
@@ -279,7 +281,7 @@ int launch_block(const ForwardParams& params, void* stream) {
 
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
-int choose_block(const ForwardParams& params, [[maybe_unused]] bool warpgroups, void* stream) {
+int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
   const int64_t L = params.p.L;
   if (L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
@@ -300,7 +302,7 @@ template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
                    bool warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
-  const ForwardParams params{p, t, dropout_seed, splits, split_keys, parts};
+  const ForwardParams<Forward> params{p, t, dropout_seed, splits, split_keys, parts};
   const int error = choose_block<E, kHead>(params, warpgroups, stream);
   if (error || splits == 1) return error;
   return launch<MergeKernel<E>>(params.rows(), 0, params, stream);

@@ -22,6 +22,7 @@ template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int k
 struct QueryBlock {
   static constexpr bool kPanels = kShift == Shift::warpgroups, kClasses = kShift == Shift::row_classes;
   using Element = E;
+  using ForwardTensors = Forward;  // what copy_tile is given by forward
   static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
   template <int kRows>
   using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
@@ -44,7 +45,8 @@ struct QueryBlock {
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
   static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of all of these; shared_base() has 128
-  static constexpr uint32_t kSharedBytes = (kEnd > kAllQueries ? kEnd : kAllQueries) + kAlignment - 128;
+  static constexpr uint32_t kUsed = kEnd > kAllQueries ? kEnd : kAllQueries;  // from the first multiple on
+  static constexpr uint32_t kSharedBytes = kUsed + kAlignment - 128;
   static_assert(!kPanels || (kTilesAt % kAlignment == 0 && kQueryBytes % kAlignment == 0), "whole panels");
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
@@ -138,36 +140,47 @@ struct QueryBlock {
   // The warp's first column among the block's.
   static TXL_DEVICE int own_column() { return BM - 16 - 16 * opaque(warp()); }
 
-  // Starts to copy what the tile needs: its keys and values, and unless it is far the rows of r that the one
-  // before has not brought. Of t: k, v and r.
+  // Before the first copy_tile.
+  TXL_DEVICE void begin_copies() const {}
+
+  // Starts to copy what the tile needs: its keys and values, and the rows of r that the one before has not
+  // brought. Of t: k, v and r.
   template <typename Tensors>
   TXL_DEVICE void copy_tile(const Tensors& t, int j0) {
-    const auto key = [&](int n) { return mask.key(j0 + n); };
-    copy_rows<kThreads>(k_tile(j0), 0, Source<E>(t.k, opaque(b), h, p), BN, key);
-    if (!is_far(j0)) {
-      const Source<E> r_rows(t.r, 0, opaque(h), p);
-      const int new_chunks = follows_band(j0) ? 1 : kChunks;
-      for (int chunk = kChunks - new_chunks; chunk < kChunks; ++chunk) {
-        const int c = lowest_row(j0) + chunk * BN;
-        copy_rows<kThreads>(ring(ring_chunk(j0, chunk)), 0, r_rows, BN,
-                            [&](int n) { return RowOf{p.r_row(c + n), true}; });
-      }
-    }
-    copy_rows<kThreads>(v_tile(j0), 0, Source<E>(t.v, opaque(b), h, p), BN, key);
+    copy_keys(k_tile(j0), t.k, j0);
+    for_new_rows(j0, [&](Tile<BN> to, int c) { copy_positions(to, t.r, c); });
+    copy_keys(v_tile(j0), t.v, j0);
     commit_copies();
+  }
+
+  TXL_DEVICE void copy_keys(Tile<BN> to, const View& from, int j0) const {
+    copy_rows<kThreads>(to, 0, Source<E>(from, opaque(b), h, p), BN, [&](int n) { return mask.key(j0 + n); });
+  }
+  TXL_DEVICE void copy_positions(Tile<BN> to, const View& r, int c) const {
+    copy_rows<kThreads>(to, 0, Source<E>(r, 0, opaque(h), p), BN,
+                        [&](int n) { return RowOf{p.r_row(c + n), true}; });
+  }
+
+  // f(where in the ring, the first row of r, not yet clamped) for each BN rows that the tile needs anew:
+  // none, if it is far.
+  template <typename F>
+  TXL_DEVICE void for_new_rows(int j0, F f) const {
+    if (is_far(j0)) return;
+    for (int chunk = follows_band(j0) ? kChunks - 1 : 0; chunk < kChunks; ++chunk)
+      f(ring(ring_chunk(j0, chunk)), lowest_row(j0) + chunk * BN);
   }
 
   // ---- A tile ----
 
-  // All threads' copies have arrived, and all threads are done with the tile before.
+  // What was copied last has arrived, and all threads are done with the tile before.
   TXL_DEVICE void wait_tile() const {
     wait_copies<0>();
-    if constexpr (kPanels) fence_async_proxy();
     sync_threads();
   }
 
   // score = (q + u) k^T + (q + v) r^T, moved. RowClassBlock and WarpgroupBlock have a take_scores of their
-  // own, WarpgroupBlock add_keys and add_values too.
+  // own, WarpgroupBlock also begin_copies, copy_tile, wait_tile,
+  // add_keys and add_values.
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     take_band(score, j0);
     add_keys(score, j0);

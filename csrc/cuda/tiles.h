@@ -31,6 +31,8 @@ template <typename T>
 TXL_HD T larger(T a, T b) {
   return a < b ? b : a;
 }
+// One instruction. Of a number and NaN, the number.
+TXL_HD float larger(float a, float b) { return fmaxf(a, b); }
 
 // x, as if it could be another one every time. What is made of it in a loop stays in the loop: else the
 // compiler works out every address before, and has no registers for them all.
@@ -192,18 +194,19 @@ struct Panels {
   // For warpgroup_mma: channels kStep d to kStep (d + 1) - 1 of all rows, each a column of b.
   TXL_DEVICE uint64_t columns(int d) const {
     constexpr int kSteps = kChannelsOfPanel / kStep<E>;
-    return descriptor(address + static_cast<uint32_t>(d / kSteps) * kPanelBytes +
+    return descriptor(static_cast<uint32_t>(d / kSteps) * kPanelBytes +
                       static_cast<uint32_t>(d % kSteps) * 32);
   }
   // Of 16 rows from `row` on all channels, the rows of a transposed b.
-  TXL_DEVICE uint64_t rows(int row) const { return descriptor(address + static_cast<uint32_t>(row) * 128); }
+  TXL_DEVICE uint64_t rows(int row) const { return descriptor(static_cast<uint32_t>(row) * 128); }
 
  private:
   // PTX ISA, "Matrix Descriptor Format": where it starts, from a panel to the next, from eight rows to the
-  // next, all in 16 bytes; and the 128-byte swizzle.
-  static TXL_DEVICE uint64_t descriptor(uint32_t start) {
-    return uint64_t{1} << 62 | uint64_t{1024 / 16} << 32 | uint64_t{kPanelBytes / 16} << 16 |
-           (start & 0x3ffff) / 16;
+  // next, all in 16 bytes; and the 128-byte swizzle. What differs among the descriptors of a tile is added
+  // last: one addition each.
+  TXL_DEVICE uint64_t descriptor(uint32_t offset) const {
+    const uint32_t low = (kPanelBytes / 16) << 16 | (address & 0x3ffff) / 16;
+    return uint64_t{1 << 30 | 1024 / 16} << 32 | (low + offset / 16);
   }
 };
 

@@ -8,9 +8,16 @@
 // in its window. While it writes the new ones, the tensor cores compute the scores' other part.
 #pragma once
 
+#include "copy_engine.h"
 #include "query_block.h"
 
 namespace txl::cuda {
+
+// With what the copy engine is told of k, v and r; boxes: whether it can copy them.
+struct BoxedForward : Forward {
+  TensorMap k_map, v_map, r_map;
+  bool boxes;
+};
 
 // Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
 // one operand of two.
@@ -20,12 +27,50 @@ struct WarpgroupBlock
   using Base = typename WarpgroupBlock::QueryBlock;
   using Base::Base, Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
   using Tile = typename Base::template Tile<BN>;
+  using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
+  static_assert(BN == kBoxRows, "a box is a panel of a tile");
+  static constexpr int kGroups = BM / 64;
+
+  static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
+
+  TXL_DEVICE void begin_copies() const {
+    if (elected()) mbarrier_init(mbarrier(), 1);
+    fence_async_proxy();  // also of what has lain where tiles will
+    sync_threads();
+  }
+
+  // As QueryBlock's, but where the copy engine can, one thread tells it what to copy. It does not know which
+  // keys a batch entry has: those it has not are in masked tiles, where what they hold does not matter. Rows
+  // of r that are repeated are copied by all threads.
+  TXL_DEVICE void copy_tile(const BoxedForward& t, int j0) {
+    boxes = t.boxes, rows = !boxes;
+    if (!boxes) return Base::copy_tile(t, j0);
+    const auto inside = [&](int c) { return c >= 0 && c + BN <= this->p.N; };
+    if (elected()) {
+      copy_panels(this->k_tile(j0), t.k_map, j0, this->b);
+      this->for_new_rows(j0, [&](Tile to, int c) {
+        if (inside(c)) copy_panels(to, t.r_map, c, 0);
+      });
+      copy_panels(this->v_tile(j0), t.v_map, j0, this->b);
+      mbarrier_arrive(mbarrier());
+    }
+    this->for_new_rows(j0, [&](Tile to, int c) {
+      if (!inside(c)) this->copy_positions(to, t.r, c), rows = true;
+    });
+    if (rows) commit_copies();
+  }
+
+  TXL_DEVICE void wait_tile() {
+    if (boxes) mbarrier_wait(mbarrier(), parity), parity ^= 1;
+    if (rows) wait_copies<0>(), fence_async_proxy();
+    sync_threads();
+  }
 
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
-    const int group = opaque(warp()) / 4, in_group = opaque(warp()) % 4;
+    const int group = kGroups == 1 ? 0 : uniform(warp() / 4), in_group = opaque(warp()) % 4;
     // The warp's window begins in this chunk of the block's band, at this column.
-    const int first = BM / 64 - 1 - group, left = 48 - 16 * in_group;
+    const int first = kGroups - 1 - group, left = 48 - 16 * in_group;
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
     if (!this->follows_band(j0)) {
       with_q_v([&](auto& q_v) {
@@ -34,11 +79,11 @@ struct WarpgroupBlock
         settle(columns), settle(q_v);
       });
     }
-    const uint32_t own = this->band_of_lane();
+    const uint32_t own = this->band_of_lane(), moved = own - static_cast<uint32_t>(left) * 4;
     sync_warp();  // what the tile before has left here was read
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      if (8 * n >= left) this->write_band(own + static_cast<uint32_t>(8 * n - left) * 4, columns[n]);
+      if (8 * n >= left) this->write_band(moved + 32 * n, columns[n]);
     with_q_v([&](auto& q_v) {
       start<false>(columns, q_v, r(1));
       start<false>(score, held[0], this->k_tile(j0));
@@ -47,7 +92,7 @@ struct WarpgroupBlock
     });
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      if (8 * n < 16 + left) this->write_band(own + static_cast<uint32_t>(64 + 8 * n - left) * 4, columns[n]);
+      if (8 * n < 16 + left) this->write_band(moved + 256 + 32 * n, columns[n]);
     finish(score);
     this->read_band(own, [&](int n, int x, float band) { score[n][x] += band; });
   }
@@ -62,6 +107,7 @@ struct WarpgroupBlock
                              F sees) {
     if constexpr (kMasked) {  // values that may have to be changed must come to registers
       Base::template add_values<true>(acc, weight, j0, sees);
+      fence_async_proxy();  // the copy engine may write where they were
     } else {
       Fragment a[kKeyTiles / 2];
       TXL_UNROLL_GPU
@@ -79,6 +125,17 @@ struct WarpgroupBlock
 
  private:
   float columns[kKeyTiles][4];  // of the band, of the tile before
+  bool boxes, rows;     // who copies the tile that is under way: the copy engine, all threads, or both
+  uint32_t parity = 0;  // of the phase in which it does
+
+  TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
+
+  TXL_DEVICE void copy_panels(Tile to, const TensorMap& map, int row, int batch) const {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kHead / Tile::kChannelsOfPanel; ++n)
+      copy_box(to.at(0, n * Tile::kChannelsOfPanel), map, n * Tile::kChannelsOfPanel, row, this->h, batch,
+               mbarrier());
+  }
 
   // f(q + v), which registers hold or shared memory.
   template <typename F>

@@ -6,8 +6,23 @@
 namespace txl::cuda {
 
 template <typename E, int kHead>
-int WarpgroupKernels<E, kHead>::forward(const ForwardParams& params, void* stream) {
-  return launch_block<WarpgroupBlock<E, kHead>>(params, stream);
+int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
+  const Problem& p = params.p;
+  ForwardParams<BoxedForward> x{
+      p, {params.t, {}, {}, {}, false}, params.dropout_seed, params.splits, params.split_keys, params.parts};
+  const auto sizes = [&](const View& view, int64_t batch, int64_t rows) -> BoxedSizes {
+    constexpr int64_t kBytes = sizeof(E);
+    return {{batch, p.H, rows, p.D}, {view.batch * kBytes, view.head * kBytes, view.row * kBytes}};
+  };
+  const BoxedSizes k = sizes(x.t.k, p.B, p.K), v = sizes(x.t.v, p.B, p.K), r = sizes(x.t.r, 1, p.N);
+  x.t.boxes = x.t.k.wide && x.t.v.wide && x.t.r.wide && has_boxes(k) && has_boxes(v) && has_boxes(r);
+  if (x.t.boxes) {
+    int error = make_tensor_map(x.t.k_map, x.t.k.data, k);
+    if (!error) error = make_tensor_map(x.t.v_map, x.t.v.data, v);
+    if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
+    if (error) return error;
+  }
+  return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;

@@ -231,7 +231,9 @@ struct Shadow {
   uint32_t second_time = 0;  // of the last read by another thread of that reader's warp
   uint32_t many_time = 0;    // when threads of two warps had read with no barrier of the block in between
   uint16_t writer = 0, reader = 0;
-  bool pending = false;  // the writer's copy_async has not been waited for
+  bool pending = false;  // the writer's copy has not been waited for
+  bool engine = false;   // it was written by copy_box
+  bool product = false;  // it was last read by warpgroup_mma
 };
 
 struct Copy {
@@ -247,6 +249,23 @@ struct Thread {
   uint32_t groups = 0;           // committed
   std::vector<uint32_t> fences;  // when it came to fence_async_proxy
 };
+
+struct TensorMap;
+
+// Of emulation_boxes.h: a box that was started, and the barrier of those who wait for it.
+struct Box {
+  const TensorMap* map;
+  uint32_t address;
+  int at[4];  // batch, head, row, channel
+};
+struct Mbarrier {
+  uint32_t offset;
+  int arrivals, missing;  // of a phase, and still in this one
+  uint32_t phase;
+  std::vector<Box> boxes;
+  std::vector<int> waiting;  // threads
+};
+constexpr uint64_t kMbarrierBytes = 0x7265697272616200;  // what lies in shared memory
 
 // A product of a warpgroup, this warp's 16 rows of it, that has been started: see warpgroup_mma.
 struct PendingProduct {
@@ -287,7 +306,7 @@ struct Launch {
   int64_t blocks;
   uint32_t shared_bytes;
 
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{0}, boxes{0};  // boxes: copied
   std::atomic<bool> failed{false};
   std::mutex mutex;  // of what follows
   int64_t failed_block = 0;
@@ -306,6 +325,7 @@ struct Machine {
   Stacks stacks;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
+  std::vector<Mbarrier> mbarriers;
   int at_barrier = 0, ended = 0;
 
   std::vector<unsigned char> shared;
@@ -431,6 +451,8 @@ inline void end_thread() {
     for (size_t i = 0; i < m.warps.size(); ++i)
       if (m.warps[i].all_products != m.warps[i / 4 * 4].all_products)
         fail(static_cast<int>(32 * i), "divergence: other products of a warpgroup than warp %zu", i / 4 * 4);
+    for (const Mbarrier& barrier : m.mbarriers)
+      if (!barrier.boxes.empty()) fail(m.thread, "ends with a box not waited for");
     m.threads[m.thread].context.switch_to(m.host);
   }
   wait();
@@ -459,6 +481,7 @@ inline bool run_block(Machine& m) {
   memset(m.shared.data(), 0xff, m.shared.size());  // NaN, for every type
   m.block_time = m.start_time = ++m.now;           // what other blocks did is ordered before
   m.at_barrier = m.ended = 0;
+  m.mbarriers.clear();
   m.error.clear();
   m.warps.assign(launch.threads / 32, Warp{});
   for (Warp& w : m.warps) {
@@ -516,17 +539,18 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
   if (shared_bytes > kMaxShared)
     throw std::runtime_error("kernel " + launch.kernel + ": " + std::to_string(shared_bytes) +
                              " bytes of shared memory");
-  if (const char* path = std::getenv("TXL_EMULATION_TRACE")) {  // a line for every launch
-    std::FILE* file = std::fopen(path, "a");
-    if (!file) throw std::runtime_error(std::string("TXL_EMULATION_TRACE=") + path + " cannot be written");
-    std::fprintf(file, "%s|%d|%u\n", launch.kernel.c_str(), threads, shared_bytes);
-    std::fclose(file);
-  }
   std::vector<std::thread> others;
   for (int i = 1; i < options.os_threads && i < blocks; ++i)
     others.emplace_back([&launch] { run_blocks(launch); });
   run_blocks(launch);
   for (std::thread& other : others) other.join();
+  if (const char* path = std::getenv("TXL_EMULATION_TRACE")) {  // a line for every launch
+    std::FILE* file = std::fopen(path, "a");
+    if (!file) throw std::runtime_error(std::string("TXL_EMULATION_TRACE=") + path + " cannot be written");
+    std::fprintf(file, "%s|%lld|%d|%u\n", launch.kernel.c_str(), static_cast<long long>(launch.boxes),
+                 threads, shared_bytes);
+    std::fclose(file);
+  }
   if (launch.failed) throw std::runtime_error(launch.error);
 }
 
@@ -579,6 +603,7 @@ unsigned char* access_shared(int thread, uint32_t address) {
       }
       s->reader = static_cast<uint16_t>(thread);
       s->read_time = m.now;
+      s->product = false;
     } else {
       const bool same_warp = s->reader / 32 == warp;
       const bool raced =
@@ -589,6 +614,7 @@ unsigned char* access_shared(int thread, uint32_t address) {
       s->writer = static_cast<uint16_t>(thread);
       s->write_time = m.now;
       s->pending = access == Access::copy;
+      s->engine = false;
     }
   }
   return m.shared.data() + offset;
@@ -966,10 +992,16 @@ inline const unsigned char* access_product(const PendingProduct& product, int th
   Machine& m = *machine;
   const unsigned char* bytes = access_shared<Access::read, 16>(thread, address);
   const uint32_t offset = address - kSharedBase;
-  for (const Shadow *s = &m.shadow[offset / 2], *end = s + 8; s != end; ++s) {
+  for (Shadow *s = &m.shadow[offset / 2], *end = s + 8; s != end; ++s) {
+    s->product = true;
     if (s->write_time < m.start_time) continue;  // by another block
     if (s->write_time >= product.time)
       fail(s->writer, "race: shared write of +%u after warpgroup_mma was told to read it", offset);
+    if (s->engine) {
+      if (s->write_time >= product.barrier)
+        fail(thread, "warpgroup_mma reads +%u, which a copy_box has written, without a barrier", offset);
+      continue;
+    }
     const auto& fences = m.threads[s->writer].fences;
     const auto fence = std::upper_bound(fences.begin(), fences.end(), s->write_time);
     if (fence == fences.end() || *fence > product.barrier)
@@ -1099,3 +1131,5 @@ TXL_COLLECTIVE inline void warpgroup_wait() {
 }
 
 }  // namespace txl::emulation
+
+#include "emulation_boxes.h"

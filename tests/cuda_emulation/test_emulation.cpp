@@ -2,7 +2,7 @@
 // first error. Planted faults must end with the error that tests/test_cuda_emulation.py names. The kernels
 // also compile with nvcc, as they use every intrinsic; those of warpgroups, TXL_TEST_WARPGROUPS, for sm_90a
 // alone.
-#include "../../csrc/cuda/device.h"
+#include "../../csrc/cuda/copy_engine.h"
 
 namespace txl::cuda {
 
@@ -31,6 +31,16 @@ enum class Fault {
   overwrite_between_barriers,  // the same
   no_swizzle,                  // says the descriptor
   unaligned,                   // b's start, from which its places are counted
+  // Of the copy engine:
+  no_mbarrier,
+  no_arrival,
+  two_arrivals,
+  wrong_parity,
+  only_wait,    // no barrier behind it
+  overwritten,  // the mbarrier
+  read_without_fence,
+  product_without_barrier,
+  out_of_bounds,
 };
 
 // out[16, 8] = a[16, k] b[k, 8] of one warp, k 16, or 8 of float32; `trans`: a and b are stored with the
@@ -333,6 +343,64 @@ struct WarpgroupProduct {
   }
 };
 
+// Rows of a tensor by the copy engine, two boxes at a time, the second one's place 64 rows on: read as they
+// are, and by a product that sums up their first 16 channels.
+template <Fault fault = Fault::none>
+struct Boxes {
+  static constexpr int kTimes = 3, kRows = 2 * kBoxRows;
+  struct Params {
+    TensorMap map;
+    int batch, head, row[kTimes];
+    bf16* out;    // [times, rows, 64]
+    float* sums;  // [times, kBoxRows], of the first box
+  };
+  static constexpr int kThreads = 128;
+  static constexpr uint32_t kShared = 1024 + 2 * kBoxBytes + 8;
+
+  static TXL_DEVICE void run(const Params& p) {
+    const uint32_t base = (shared_base() + 1023) / 1024 * 1024 + (fault == Fault::unaligned ? 128 : 0);
+    const uint32_t mbarrier = (shared_base() + 1023) / 1024 * 1024 + 2 * kBoxBytes;
+    store_shared(base + static_cast<uint32_t>(thread_index()) * 16, 1.0f);
+    if (elected() && fault != Fault::no_mbarrier) mbarrier_init(mbarrier, 1);
+    if (fault != Fault::no_fence) fence_async_proxy();
+    if (fault != Fault::no_barrier) sync_threads();
+    for (int n = 0; n < kTimes; ++n) {
+      if (elected()) {
+        copy_box(base, p.map, 0, p.row[n], p.head, p.batch, mbarrier);
+        copy_box(base + kBoxBytes, p.map, 0, p.row[n] + kBoxRows, p.head, p.batch, mbarrier);
+        if (fault != Fault::no_arrival) mbarrier_arrive(mbarrier);
+        if (fault == Fault::two_arrivals) mbarrier_arrive(mbarrier);
+      }
+      if (fault == Fault::overwritten && thread_index() == 5) store_shared(mbarrier, 0.0f);
+      if (fault == Fault::pending_at_end && n == kTimes - 1) return;
+      const int parity = (n + (fault == Fault::wrong_parity ? 1 : 0)) % 2;
+      if (fault != Fault::no_wait) mbarrier_wait(mbarrier, static_cast<uint32_t>(parity));
+      if (fault != Fault::only_wait && fault != Fault::product_without_barrier) sync_threads();
+      if (fault == Fault::product_without_barrier) sync_warp();
+      add_up(p, base, n);
+      for (int i = thread_index(); i < kRows * 64; i += kThreads) {
+        const uint32_t straight = base + static_cast<uint32_t>(i) * 2;
+        store_global(p.out + n * kRows * 64 + i, load_shared<bf16>(straight ^ (straight >> 3 & 0x70)));
+      }
+      if (fault != Fault::read_without_fence) fence_async_proxy();
+      if (fault != Fault::reuse) sync_threads();
+    }
+  }
+
+  static TXL_DEVICE void add_up(const Params& p, uint32_t base, int n) {
+    if (fault == Fault::only_wait) return;
+    float d[kBoxRows / 8][4];
+    const uint32_t one = pack<bf16>(1, 1), a[4] = {one, one, one, one};
+    warpgroup_begin();
+    warpgroup_mma<bf16, false, false>(d, a, uint64_t{1} << 62 | uint64_t{64} << 32 | (base & 0x3ffff) / 16);
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    if (thread_index() >= 4) return;  // all rows of d are the same
+    for (int i = 0; i < kBoxRows / 8; ++i)
+      for (int x = 0; x < 2; ++x) store_global(p.sums + n * kBoxRows + 8 * i + lane() * 2 + x, d[i][x]);
+  }
+};
+
 }  // namespace txl::cuda
 
 #if defined(__CUDACC__)
@@ -347,8 +415,9 @@ void launch_each() {
 template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32, false>, Product<bf16, true>,
                           Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
 #if defined(TXL_TEST_WARPGROUPS)
-template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
-                          WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64> >();
+template void
+launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
+            WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64>, Boxes<> >();
 #endif
 
 }  // namespace txl::cuda
@@ -512,6 +581,53 @@ static void warpgroup_products() {
   warpgroup_product<E, true, 128, 64, 2>();
 }
 
+// A tensor of which heads lie between rows, and boxes that lie outside of it in part.
+template <Fault fault = Fault::none>
+static void boxes() {
+  using K = Boxes<fault>;
+  emulation::global_memory.clear();
+  constexpr int64_t kBatch = 2, kHeads = 3, kRows = 150, kChannels = 40, kPitch = 48;
+  std::vector<bf16> memory(kBatch * kRows * kHeads * kPitch + 8);
+  for (bf16& x : memory) x = from_float<bf16>(static_cast<float>(random_below(65) - 32));
+  const bf16* x = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16 / 2;
+  typename K::Params p{{}, 1, 2, {-5, 60, 200}, nullptr, nullptr};
+  require(!make_tensor_map(p.map, x,
+                           {{kBatch, kHeads, kRows, kChannels},
+                            {kRows * kHeads * kPitch * 2, kPitch * 2, kHeads * kPitch * 2}}),
+          "the tensor is refused");
+  std::vector<bf16> out(K::kTimes * K::kRows * 64);
+  std::vector<float> sums(K::kTimes * kBoxRows);
+  p.out = out.data(), p.sums = sums.data();
+  const size_t less = fault == Fault::out_of_bounds ? 200 : 0;
+  emulation::global_memory.add_readable("x", memory.data(), (memory.size() - less) * sizeof(bf16));
+  writable("out", out);
+  writable("sums", sums);
+  launch<K>(2, K::kShared, p, nullptr);
+  for (int n = 0; n < K::kTimes; ++n) {
+    for (int row = 0; row < K::kRows; ++row) {
+      float sum = 0;
+      for (int channel = 0; channel < 64; ++channel) {
+        const int64_t i = p.row[n] + row;
+        const bool inside = i >= 0 && i < kRows && channel < kChannels;
+        const float expected =
+            inside ? to_float(x[((p.batch * kRows + i) * kHeads + p.head) * kPitch + channel]) : 0.0f;
+        require(to_float(out[(n * K::kRows + row) * 64 + channel]) == expected, "an element differs");
+        if (channel < 16) sum += expected;
+      }
+      if (row < kBoxRows) require(sums[n * kBoxRows + row] == sum, "a sum differs");
+    }
+  }
+}
+
+static void what_has_boxes() {
+  require(has_boxes({{1, 1, 4, 16}, {3, 0, 32}}), "strides of what there is but one of");
+  require(has_boxes({{2, 3, 4, 16}, {512, 32, 96}}), "heads between rows");
+  require(!has_boxes({{1, 2, 2, 16}, {64, 0, 32}}), "a stride of 0");
+  require(!has_boxes({{1, 1, 2, 16}, {64, 64, 24}}), "a stride that is no multiple of 16");
+  require(!has_boxes({{2, 1, 2, 16}, {int64_t{1} << 40, 64, 32}}), "a stride too long");
+  require(!has_boxes({{1, 1, 0, 16}, {64, 64, 32}}), "no rows");
+}
+
 template <int partner, Fault fault = Fault::none>
 static void exchange() {
   using K = Exchange<partner, fault>;
@@ -642,6 +758,7 @@ static void same_in_any_order() {
     product<bf16, false>();
     shuffles();
     warpgroup_product<f16, true, 128, 64>();
+    boxes();
     return pipeline();
   };
   const std::vector<float> forward = run();
@@ -889,6 +1006,23 @@ static void run_case(const std::string& name) {
       {"warpgroup_no_swizzle", warpgroup_fault<Fault::no_swizzle>},
       {"warpgroup_wrong_index", warpgroup_fault<Fault::wrong_index>},
       {"warpgroup_unaligned", warpgroup_fault<Fault::unaligned>},
+      {"boxes", boxes<>},
+      {"boxes_of_what", what_has_boxes},
+      {"boxes_no_mbarrier", boxes<Fault::no_mbarrier>},
+      {"boxes_no_fence", boxes<Fault::no_fence>},
+      {"boxes_no_barrier", boxes<Fault::no_barrier>},
+      {"boxes_no_arrival", boxes<Fault::no_arrival>},
+      {"boxes_two_arrivals", boxes<Fault::two_arrivals>},
+      {"boxes_overwritten", boxes<Fault::overwritten>},
+      {"boxes_no_wait", boxes<Fault::no_wait>},
+      {"boxes_wrong_parity", boxes<Fault::wrong_parity>},
+      {"boxes_only_wait", boxes<Fault::only_wait>},
+      {"boxes_product_without_barrier", boxes<Fault::product_without_barrier>},
+      {"boxes_read_without_fence", boxes<Fault::read_without_fence>},
+      {"boxes_reuse", boxes<Fault::reuse>},
+      {"boxes_pending_at_end", boxes<Fault::pending_at_end>},
+      {"boxes_unaligned", boxes<Fault::unaligned>},
+      {"boxes_out_of_bounds", boxes<Fault::out_of_bounds>},
       {"exchange_warp", exchange<1>},
       {"exchange_warp_no_barrier", exchange<1, Fault::no_barrier>},
       {"exchange_warp_reuse", exchange<1, Fault::reuse>},

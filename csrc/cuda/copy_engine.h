@@ -1,0 +1,144 @@
+// The copy engine (TMA), sm_90a: told by one thread, it copies boxes of a tensor to shared memory, where
+// warpgroup_mma reads them as they are (tiles.h: Panels). Under nvcc PTX, otherwise the emulation, as
+// device.h.
+#pragma once
+
+#include "device.h"
+
+#if defined(__CUDACC__)
+#include <cuda.h>
+#endif
+
+namespace txl::cuda {
+
+constexpr int kBoxRows = 64;
+constexpr uint32_t kBoxBytes = kBoxRows * 128;
+
+// Of a tensor: batch, heads, rows, channels; strides of the first three in bytes.
+struct BoxedSizes {
+  int64_t size[4], stride[3];
+};
+
+// Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes: cuTensorMapEncodeTiled's
+// rules, and no stride of 0.
+inline bool has_boxes(const BoxedSizes& x) {
+  bool has = x.size[3] > 0;
+  for (int d = 0; d < 3; ++d) {
+    const int64_t stride = x.size[d] == 1 ? 16 : x.stride[d];
+    has &= x.size[d] > 0 && stride > 0 && stride % 16 == 0 && stride < int64_t{1} << 40;
+  }
+  return has;
+}
+
+#if defined(__CUDACC__)
+
+// An mbarrier is 8 bytes of shared memory, at a multiple of 8. Its phase is over when as many threads have
+// arrived as it was made for, and every box has come that was started in it; then the next phase begins.
+// Whoever makes it calls fence_async_proxy, and all meet at a barrier before they use it.
+TXL_DEVICE void mbarrier_init(uint32_t mbarrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
+}
+TXL_DEVICE void mbarrier_arrive(uint32_t mbarrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+}
+// Waits until the last phase of this parity is over; the first one has parity 0.
+TXL_DEVICE void mbarrier_wait(uint32_t mbarrier, uint32_t parity) {
+  uint32_t over;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, over;\n"
+        "}"
+        : "=r"(over)
+        : "r"(mbarrier), "r"(parity)
+        : "memory");
+  } while (over == 0);
+}
+
+// What the copy engine knows of a tensor [batch, heads, rows, channels] of 16 bits, and of the boxes that it
+// copies: 64 channels of kBoxRows rows. A kernel's parameter.
+using TensorMap = CUtensorMap;
+
+// Whether this is the one thread that tells the engine what to do, always the same; the threads of a warp
+// come here together. Of what is told by any one thread, the compiler does not know that there is only one:
+// it makes a loop over them.
+TXL_DEVICE bool elected() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return uniform(thread_index() / 32) == 0 && elected != 0;
+}
+
+// Starts to copy a box to an address that is a multiple of 1,024: rows of 128 bytes, in which the pieces of
+// 16 bytes have changed places by their row's number modulo 8; zeros outside of the tensor. What was written
+// there before by anything but this, and read but by warpgroup_mma, was so before a fence_async_proxy and a
+// barrier.
+TXL_DEVICE void copy_box(uint32_t shared, const TensorMap& map, int channel, int row, int head, int batch,
+                         uint32_t mbarrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "n"(kBoxBytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(channel), "r"(row), "r"(head), "r"(batch), "r"(mbarrier)
+      : "memory");
+}
+
+#if !defined(__CUDACC_RTC__)  // which has no host
+// Of a tensor that has_boxes. Returns a cudaError_t.
+inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x) {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    const bool known = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return known ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found) : nullptr;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t sizes[4], strides[3];  // the last dimension first
+  for (int d = 0; d < 4; ++d) sizes[d] = static_cast<cuuint64_t>(x.size[3 - d]);
+  // Where there is but one there is no next one; 16 is a stride that is allowed.
+  for (int d = 0; d < 3; ++d) strides[d] = static_cast<cuuint64_t>(x.size[2 - d] == 1 ? 16 : x.stride[2 - d]);
+  const cuuint32_t box[4] = {64, kBoxRows, 1, 1}, every[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box, every,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+#endif
+
+#else
+
+using emulation::copy_box;
+using emulation::elected;
+using emulation::mbarrier_arrive;
+using emulation::mbarrier_init;
+using emulation::mbarrier_wait;
+using emulation::TensorMap;
+
+inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x) {
+  if (!has_boxes(x) || reinterpret_cast<uintptr_t>(data) % 16 != 0) return 1;
+  map.data = static_cast<const unsigned char*>(data);
+  for (int d = 0; d < 4; ++d) map.size[d] = x.size[d];
+  for (int d = 0; d < 3; ++d) map.stride[d] = x.stride[d];
+  map.box_rows = kBoxRows;
+  return 0;
+}
+
+#endif
+
+}  // namespace txl::cuda

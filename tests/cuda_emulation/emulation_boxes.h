@@ -1,0 +1,132 @@
+// The copy engine (TMA) of the emulation: boxes of a tensor, copied to shared memory on their own, and the
+// mbarriers that tell when they have come. Included by emulation.h.
+//
+// A box arrives, and is read, as late as can be: when a thread waits for the end of the phase that it belongs
+// to, and all arrivals are there. Until then nobody may touch where it goes; after it only the thread that
+// started it, until a barrier of the block: to others it is a write of now. That is stricter than a GPU,
+// where every thread that has waited may read.
+//
+// What the engine writes over must have been written by itself, or before a fence_async_proxy by the thread
+// that wrote it and a barrier of the block; and it must have been read so too, or by products of warpgroups
+// (of several readers only the last is looked at). The mbarrier must have been made so.
+#pragma once
+
+namespace txl::emulation {
+
+// Of elements of 16 bits; a box has 64 channels.
+struct TensorMap {
+  const unsigned char* data;
+  int64_t size[4], stride[3];  // batch, heads, rows, channels; bytes
+  uint32_t box_rows;
+};
+
+inline bool elected() { return machine->thread == 0; }
+
+// ---- mbarriers ----
+
+inline Mbarrier& mbarrier_at(uint32_t address) {
+  Machine& m = *machine;
+  const uint32_t offset = address - kSharedBase;
+  for (Mbarrier& barrier : m.mbarriers) {
+    if (barrier.offset != offset) continue;
+    if (memcmp(m.shared.data() + offset, &kMbarrierBytes, sizeof(kMbarrierBytes)) != 0)
+      fail(m.thread, "the mbarrier at +%u was overwritten", offset);
+    const Shadow& s = m.shadow[offset / 2];
+    if (s.writer != m.thread && s.write_time >= m.block_time)
+      race("use of an mbarrier", m.thread, offset, 8, "mbarrier_init", s.writer);
+    return barrier;
+  }
+  fail(m.thread, "there is no mbarrier at +%u", offset);
+}
+
+inline void mbarrier_init(uint32_t address, int arrivals) {
+  Machine& m = *machine;
+  const uint32_t offset = address - kSharedBase;
+  for (const Mbarrier& barrier : m.mbarriers)
+    if (barrier.offset == offset) fail(m.thread, "mbarrier_init: there is one at +%u", offset);
+  memcpy(access_shared<Access::write, 8>(m.thread, address), &kMbarrierBytes, sizeof(kMbarrierBytes));
+  m.mbarriers.push_back({offset, arrivals, arrivals, 0, {}, {}});
+}
+
+inline void mbarrier_arrive(uint32_t address) {
+  Machine& m = *machine;
+  Mbarrier& barrier = mbarrier_at(address);
+  if (barrier.missing == 0) fail(m.thread, "mbarrier_arrive: one arrival too many");
+  if (--barrier.missing > 0) return;
+  for (int thread : barrier.waiting) m.warps[thread / 32].ready |= 1u << thread % 32;
+  barrier.waiting.clear();
+}
+
+inline void deliver(const Box& box) {
+  Machine& m = *machine;
+  const TensorMap& map = *box.map;
+  for (uint32_t n = 0; n < map.box_rows * 64; ++n) {
+    const uint32_t straight = box.address + 2 * n, address = straight ^ (straight >> 3 & 0x70);
+    const int64_t at[4] = {box.at[0], box.at[1], box.at[2] + int64_t{n / 64}, box.at[3] + int64_t{n % 64}};
+    const unsigned char* from = map.data + 2 * at[3];
+    bool inside = at[3] >= 0 && at[3] < map.size[3];
+    for (int d = 0; d < 3; ++d) inside &= at[d] >= 0 && at[d] < map.size[d], from += at[d] * map.stride[d];
+    uint16_t element = 0;
+    if (inside) {
+      check_global(from, 2, false, "copy_box");
+      memcpy(&element, from, 2);
+    }
+    memcpy(m.shared.data() + address - kSharedBase, &element, 2);
+    Shadow& s = m.shadow[(address - kSharedBase) / 2];
+    s.write_time = m.now;
+    s.pending = false;
+  }
+}
+
+TXL_COLLECTIVE inline void mbarrier_wait(uint32_t address, uint32_t parity) {
+  Machine& m = *machine;
+  while ((mbarrier_at(address).phase & 1) == parity) {
+    Mbarrier& barrier = mbarrier_at(address);
+    if (barrier.missing == 0) {
+      for (const Box& box : barrier.boxes) deliver(box);
+      barrier.boxes.clear();
+      barrier.missing = barrier.arrivals;
+      ++barrier.phase;
+    } else {
+      barrier.waiting.push_back(m.thread);
+      wait();
+    }
+  }
+}
+
+// ---- Boxes ----
+
+// Fails unless what was last done there is done for the engine too.
+inline void check_proxy(uint32_t offset, const char* what) {
+  Machine& m = *machine;
+  const Shadow& s = m.shadow[offset / 2];
+  const auto check = [&](int thread, uint32_t time, const char* done) {
+    if (time < m.start_time) return;  // by another block
+    const auto& fences = m.threads[thread].fences;
+    const auto fence = std::upper_bound(fences.begin(), fences.end(), time);
+    if (fence == fences.end() || *fence > m.block_time)
+      fail(m.thread, "copy_box: %s +%u, which thread %d has %s without a fence_async_proxy and a barrier",
+           what, offset, thread, done);
+  };
+  if (!s.engine) check(s.writer, s.write_time, "written");
+  if (!s.product) check(s.reader, s.read_time, "read");
+}
+
+inline void copy_box(uint32_t address, const TensorMap& map, int channel, int row, int head, int batch,
+                     uint32_t mbarrier) {
+  Machine& m = *machine;
+  if (address % 1024 != 0) fail(m.thread, "copy_box: to %u, which is no multiple of 1024", address);
+  Mbarrier& barrier = mbarrier_at(mbarrier);
+  if (barrier.missing == 0) fail(m.thread, "copy_box: all have arrived in this phase");
+  check_proxy(barrier.offset, "the mbarrier at");
+  for (uint32_t n = 0; n < map.box_rows * 128; n += 16) {
+    const uint32_t offset = address + n - kSharedBase;
+    if (offset < m.launch->shared_bytes) check_proxy(offset, "writes to");
+    memset(access_shared<Access::copy, 16>(m.thread, address + n), 0xff, 16);
+    for (uint32_t i = offset / 2; i < offset / 2 + 8; ++i) m.shadow[i].engine = true;
+  }
+  barrier.boxes.push_back({&map, address, {batch, head, row, channel}});
+  ++m.launch->boxes;
+}
+
+}  // namespace txl::emulation
