@@ -48,6 +48,7 @@ struct Problem {
   bool causal;
   double scale;
   double dropout_p;
+  uint32_t dropout_threshold;  // of dropout_p, DropoutMask's in philox.h
   uint64_t dropout_seed;
   const int32_t* key_range;  // [B, 2] or null
 

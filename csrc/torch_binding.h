@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "philox.h"
 #include "rel_attn.h"
 
 namespace txl {
@@ -41,6 +42,7 @@ inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const 
   p.causal = causal;
   p.scale = scale;
   p.dropout_p = dropout_p;
+  p.dropout_threshold = DropoutMask::threshold(dropout_p);
   p.dropout_seed = 0;
   p.key_range = key_range ? static_cast<const int32_t*>(key_range->data_ptr()) : nullptr;
   return p;

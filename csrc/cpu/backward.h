@@ -132,7 +132,6 @@ class BackwardKernel {
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
         band_(p_, kBlockRows),
         band_columns_(band_.panels * kWidth),
-        threshold_(DropoutMask::threshold(p_.dropout_p)),
         batch_shares_(min(p_.B, (kTasks + p_.H - 1) / p_.H)),
         shares_(query_shares()),
         together_(shares_ == 1 || p_.H * batch_shares_ >= kTasksPerThread * pool_.threads) {}
@@ -415,7 +414,7 @@ class BackwardKernel {
         T* row = s.dropped + m * kPitch;
         for (int64_t x = 0; x < hi - lo; ++x) row[x] = s.prob[m * kPitch + x] * kept;
         const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-        drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+        drop(p_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
       }
     }
     for (int64_t j = lo; j < hi; j += kWidth) {
@@ -629,7 +628,6 @@ class BackwardKernel {
   const int64_t depth_, pitch_, columns_, row_pitch_, keys_, blocks_;
   const BandColumns<C> band_;
   const int64_t band_columns_;
-  const uint32_t threshold_;
   const int64_t batch_shares_, shares_;
   const bool together_;  // one task takes all shares
 };

@@ -34,7 +34,6 @@ class DecodeKernel {
         t_(tensors),
         pool_(pool),
         columns_(round_up(p_.D, W)),
-        threshold_(DropoutMask::threshold(p_.dropout_p)),
         // The split depends on the shapes alone, and so does the result.
         parts_(max(1, min(kItems / (p_.B * p_.H), p_.K / kMinKeys))),
         partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
@@ -142,7 +141,7 @@ class DecodeKernel {
     }
     q.m = m;
     q.l = q.l * fade + horizontal_sum<T>(sum);
-    if (p_.dropout_p > 0) drop(p_, threshold_, b, h, i, keys.lo, 0, count, s);
+    if (p_.dropout_p > 0) drop(p_, b, h, i, keys.lo, 0, count, s);
     in_columns([&](int64_t d, auto kn, auto tail) {
       add_values<decltype(kn)::value, decltype(tail)::value>(t_.v.at<S>(b, h, keys.lo) + d, count, s, fade,
                                                              o + d);
@@ -247,7 +246,6 @@ class DecodeKernel {
   const Forward& t_;
   const Pool& pool_;
   const int64_t columns_;
-  const uint32_t threshold_;
   const int64_t parts_;
   Array<T> partial_;
 };

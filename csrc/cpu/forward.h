@@ -76,8 +76,7 @@ class ForwardKernel {
         block_rows_(rows_of_block(p_, pool.threads)),
         blocks_((p_.L + block_rows_ - 1) / block_rows_),
         piecemeal_(blocks_ == 1),
-        band_(p_, kBlockRows),
-        threshold_(DropoutMask::threshold(p_.dropout_p)) {}
+        band_(p_, kBlockRows) {}
 
   void run() {
     const auto unit_arrays = [&](Unit& u, auto visit) {
@@ -274,7 +273,7 @@ class ForwardKernel {
     for (int m = 0; m < block.rows; ++m) {
       T* row = s.prob + m * kPitch;
       const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-      drop(p_, threshold_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+      drop(p_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
       if constexpr (C::depth > 1)
         pack_along<C>(row, kPitch, 1, hi - lo, s.elems + m * kElemPitch, kElemPitch);
     }
@@ -312,7 +311,6 @@ class ForwardKernel {
   const int64_t depth_, pitch_, q_pitch_, columns_, v_pitch_, keys_, block_rows_, blocks_;
   const bool piecemeal_;  // operands are packed as they are used: a panel of k and of r, a chunk of v
   const BandColumns<C> band_;
-  const uint32_t threshold_;
 };
 
 }  // namespace txl::TXL_LEVEL

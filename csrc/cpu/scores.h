@@ -46,8 +46,8 @@ static inline void dropout_words(uint64_t seed, int64_t b, int64_t h, int64_t i,
 
 // Zeroes the entries of x[lo, hi), which belong to keys `key0 + index`, that dropout takes away.
 template <typename T>
-static void drop(const Problem& p, uint32_t threshold, int64_t b, int64_t h, int64_t i, int64_t key0,
-                 int64_t lo, int64_t hi, T* x) {
+static void drop(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key0, int64_t lo, int64_t hi,
+                 T* x) {
   uint32_t word[DropoutMask::kGroup];
   for (int64_t j = key0 + lo; j < key0 + hi;) {
     const int64_t group = j / DropoutMask::kGroup, first = group * DropoutMask::kGroup;
@@ -55,7 +55,7 @@ static void drop(const Problem& p, uint32_t threshold, int64_t b, int64_t h, int
     dropout_words(p.dropout_seed, b, h, i, group, word);
     const uint32_t* w = word + (j - first);
     T* y = x + (j - key0);
-    for (int64_t n = 0; n < count; ++n) y[n] = w[n] < threshold ? T{} : y[n];
+    for (int64_t n = 0; n < count; ++n) y[n] = w[n] < p.dropout_threshold ? T{} : y[n];
     j += count;
   }
 }

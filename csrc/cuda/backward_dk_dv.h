@@ -224,10 +224,9 @@ struct DkDvKernel {
 
   // A word's bits of a query's 16 calls, by group of 16 keys.
   TXL_DEVICE void draw_dropout(int i0) {
-    const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
     for (int x = thread_index(); x < BM * 16; x += kThreads) {
       const uint32_t call = static_cast<uint32_t>((j0 >> 6) * 16 + x % 16);
-      band().write_kept(x / 16, x % 16, kept_words(seed, threshold, call, b, h, i0 + x / 16));
+      band().write_kept(x / 16, x % 16, kept_words(seed, p.dropout_threshold, call, b, h, i0 + x / 16));
     }
   }
 

@@ -235,13 +235,12 @@ struct DrKernel {
   // A query's keys begin anywhere in a group of 64 and end in the next: bits 0 to 3 are the words of the
   // first group's call, 4 to 7 those of the second's.
   TXL_DEVICE void draw_dropout(const Entry& entry, int i0) {
-    const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
     for (int x = thread_index(); x < BM * 16; x += kThreads) {
       const int i = i0 + x / 16;
       const uint32_t call = static_cast<uint32_t>(((entry.first_key + i) >> 6) * 16 + x % 16);
       content().write_kept(x / 16, x % 16,
-                           kept_words(seed, threshold, call, entry.b, h, i) |
-                               kept_words(seed, threshold, call + 16, entry.b, h, i) << 4);
+                           kept_words(seed, p.dropout_threshold, call, entry.b, h, i) |
+                               kept_words(seed, p.dropout_threshold, call + 16, entry.b, h, i) << 4);
     }
   }
 

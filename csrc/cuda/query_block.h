@@ -267,14 +267,14 @@ struct QueryBlock {
   // keys of a group share four calls for each of its queries, and use all their words: 32 bits.
   TXL_DEVICE void draw_dropout(uint64_t seed, int j0) {
     if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
-    const uint32_t threshold = DropoutMask::threshold(p.dropout_p);
     kept = 0;
     TXL_NO_UNROLL_GPU
     for (int n = 0; n < 8; ++n) {
       const int call =
           j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |= kept_words(seed, threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane(n / 4))
-              << (4 * n);
+      kept |=
+          kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane(n / 4))
+          << (4 * n);
     }
   }
 
