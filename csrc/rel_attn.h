@@ -24,7 +24,7 @@ enum class DType { f32, f64, bf16, f16 };
 struct View {
   void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
-  // Of GPUs' tensors: all rows are whole pieces of 16 bytes, and 32 bits hold how many bytes are from one to
+  // Of GPUs' tensors: all rows are whole pieces of 16 bytes, and an int holds how many bytes are from one to
   // the next.
   bool wide = false;
 

@@ -9,6 +9,7 @@ Without that variable this file builds the library and runs itself that way, in 
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -75,6 +76,9 @@ CASES = [
     dict(D=64, L=300, K=700, N=250),
     dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
     dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
+    # Less than a tile.
+    dict(D=72, L=20, K=40, N=20),
+    dict(D=8, L=17, K=30),
 ]
 
 
@@ -131,13 +135,37 @@ def with_rows_of(x, elements, first=0):
     ],
     ids=["heads in turns", "longer rows", "odd rows", "begins in between", "one head for all"],
 )
-def test_the_copy_engine_copies_a_tensor(change, copies, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["k", "v", "r"])
+def test_the_copy_engine_copies_a_tensor(name, change, copies, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WARPGROUPS", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     tensors = inputs(B=2, L=70, K=150, D=48, N=130, dtype=bf16)
-    tensors["k"] = change(tensors["k"])
+    tensors[name] = change(tensors[name]) if name != "r" else change(tensors[name][None])[0]
     check(CUDA, tensors, backward=False)
     assert (boxes((tmp_path / "trace").read_text().splitlines()) > 0) == copies
+
+
+@emulated
+@pytest.mark.parametrize("N, of_r", [(128, 2), (100, 1)])
+def test_rows_of_r_that_are_not_repeated_come_as_boxes(N, of_r, monkeypatch, tmp_path):
+    """A block's two tiles of keys, of values, and of the three of r those that lie within."""
+    monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    check(CUDA, inputs(H=3, L=64, K=128, D=64, N=N, dtype=bf16), backward=False)
+    assert boxes((tmp_path / "trace").read_text().splitlines()) == 3 * (2 + 2 + of_r)
+
+
+@emulated
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, torch.finfo(bf16).max])
+def test_boxes_bring_keys_that_do_not_exist(D, garbage, monkeypatch):
+    monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    tensors = inputs(B=2, L=70, K=200, D=D, dtype=bf16)
+    options = dict(key_range=key_range((37, 150), (0, 200)))
+    expected = run(CUDA, tensors, None, **options)
+    for name in ("k", "v"):
+        tensors[name][0, :, :37] = tensors[name][0, :, 150:] = garbage
+    assert_same_bits(run(CUDA, tensors, None, **options), expected)
 
 
 @pytest.mark.parametrize(

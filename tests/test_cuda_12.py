@@ -32,7 +32,7 @@ UNITS = [
 HEADERS = {
     "cmath": "namespace std { using ::nearbyint; }",
     "cstring": "",
-    **dict.fromkeys(("stdlib.h", "stdint.h"), '#include <cstdint>'),
+    **dict.fromkeys(("stdlib.h", "stdint.h"), "#include <cstdint>"),
     "cstdint": """
         typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;
         typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;

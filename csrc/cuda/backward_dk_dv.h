@@ -81,7 +81,7 @@ struct DkDvKernel {
   float dk[kOwnTiles][4], dv[kOwnTiles][4];
   float ds_sum[4];  // of the lane's keys, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
-  float scale, kept_scale;
+  float scale;
 
   TXL_DEVICE explicit DkDvKernel(const Params& x)
       : params(x),
@@ -101,8 +101,7 @@ struct DkDvKernel {
         dv{},
         ds_sum{},
         base(shared_base()),
-        scale(scale_of_scores(p)),
-        kept_scale(kDropout ? scale_of_kept(p) : 1.0f) {}
+        scale(scale_of_scores(p)) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.K + BN - 1) / BN); }
 
@@ -265,7 +264,7 @@ struct DkDvKernel {
         for (int x = y; x < 4; x += 2) {
           const bool seen = !kMasked || sees(i0, first + n, x), kept = !kDropout || is_kept(first + n, x);
           const float weight = seen ? exp2_fast(ds[n][x] * scale - of_query.lse) : 0.0f;
-          const float of_weight = kept ? kDropout ? dp[n][x] * kept_scale : dp[n][x] : 0.0f;
+          const float of_weight = kept ? kDropout ? dp[n][x] * params.kept_scale : dp[n][x] : 0.0f;
           dp[n][x] = kept ? weight : 0.0f;
           ds[n][x] = seen ? weight * (of_weight - of_query.delta) : 0.0f;  // unseen, it may hold NaN
         }
@@ -307,7 +306,7 @@ struct DkDvKernel {
   TXL_DEVICE void store() {
     sync_threads();  // all are done with the keys and values
     put_rows(k_tile(), own_key, own_channel, dk, scale_of_queries(p));
-    put_rows(v_tile(), own_key, own_channel, dv, kept_scale);
+    put_rows(v_tile(), own_key, own_channel, dv, params.kept_scale);
     if (own_channel == 0 && lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
         store_shared(base + kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);

@@ -141,10 +141,9 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   // dP is dO v^T of the keys that were kept.
   TXL_DEVICE void drop(float (&dp)[kKeyTiles][4], int j0) {
     this->draw_dropout(seed, j0);
-    const float kept_scale = scale_of_kept(p);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * kept_scale : 0.0f;
+      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * params.kept_scale : 0.0f;
   }
 
   // ---- Position ----

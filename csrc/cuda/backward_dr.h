@@ -71,7 +71,7 @@ struct DrKernel {
   float dr[kHeadTiles][4];
   float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
-  float scale, kept_scale;
+  float scale;
 
   // Of a batch entry:
   struct Entry {
@@ -101,8 +101,7 @@ struct DrKernel {
         dr{},
         ds_sum{},
         base(shared_base()),
-        scale(scale_of_scores(p)),
-        kept_scale(kDropout ? scale_of_kept(p) : 1.0f) {}
+        scale(scale_of_scores(p)) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
@@ -268,7 +267,7 @@ struct DrKernel {
         for (int x = y; x < 4; x += 2) {
           const float weight = exp2_fast(ds[n][x] * scale - of_query.lse);
           float dp = dout_v().template read<1>(first + n, x, own_row());
-          if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * kept_scale : 0.0f;
+          if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * params.kept_scale : 0.0f;
           // A pair that is not seen may hold NaN.
           ds[n][x] = !kMasked || sees(entry, i0, first + n, x) ? weight * (dp - of_query.delta) : 0.0f;
         }

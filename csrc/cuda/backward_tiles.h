@@ -77,6 +77,7 @@ struct BackwardParams {
   const int64_t* dropout_seed;
   Workspace w;
   bool clamps;
+  float kept_scale;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
 
@@ -228,8 +229,9 @@ struct PrepareKernel {
     const int channel = thread_index() % kPieces * kChannels;
     const int64_t row = static_cast<int64_t>(block_index()) * kQueries + thread_index() / kPieces;
     const bool exists = row < p.B * p.H * p.L;
-    const int64_t i = exists ? row % p.L : 0, h = exists ? row / p.L % p.H : 0;
-    const int64_t b = exists ? row / p.L / p.H : 0;
+    const int64_t i = exists ? row % p.L : 0;
+    const int h = exists ? static_cast<int>(row / p.L % p.H) : 0;
+    const int b = exists ? static_cast<int>(row / p.L / p.H) : 0;
     const float sign = sign_of_queries(p);
     const Piece q = load(t.q, b, h, i, channel, p);
     const Piece u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);

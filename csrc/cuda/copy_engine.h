@@ -19,13 +19,14 @@ struct BoxedSizes {
   int64_t size[4], stride[3];
 };
 
-// Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes: cuTensorMapEncodeTiled's
-// rules, and no stride of 0.
+// Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes. cuTensorMapEncodeTiled's
+// documentation has strides grow from dimension to dimension; drivers take any (FlashAttention-3 has heads
+// between rows too). Where there is but one, its stride may be anything.
 inline bool has_boxes(const BoxedSizes& x) {
   bool has = x.size[3] > 0;
   for (int d = 0; d < 3; ++d) {
-    const int64_t stride = x.size[d] == 1 ? 16 : x.stride[d];
-    has &= x.size[d] > 0 && stride > 0 && stride % 16 == 0 && stride < int64_t{1} << 40;
+    const int64_t stride = x.stride[d];
+    has &= x.size[d] == 1 || (x.size[d] > 0 && stride > 0 && stride % 16 == 0 && stride < int64_t{1} << 40);
   }
   return has;
 }
@@ -73,13 +74,13 @@ TXL_DEVICE bool elected() {
       "selp.u32 %0, 1, 0, elected;\n"
       "}"
       : "=r"(elected));
-  return uniform(thread_index() / 32) == 0 && elected != 0;
+  return uniform(warp()) == 0 && elected != 0;
 }
 
 // Starts to copy a box to an address that is a multiple of 1,024: rows of 128 bytes, in which the pieces of
-// 16 bytes have changed places by their row's number modulo 8; zeros outside of the tensor. What was written
-// there before by anything but this, and read but by warpgroup_mma, was so before a fence_async_proxy and a
-// barrier.
+// 16 bytes have changed places by their row's number modulo 8; zeros outside of the tensor. What anything but
+// this has written there before, or anything but warpgroup_mma has read, it has before a fence_async_proxy
+// and a barrier.
 TXL_DEVICE void copy_box(uint32_t shared, const TensorMap& map, int channel, int row, int head, int batch,
                          uint32_t mbarrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "n"(kBoxBytes)

@@ -187,7 +187,8 @@ TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 // ---- Warpgroups: sm_90a ----
 //
 // Four neighbouring warps, the first a multiple of four, together. Before a product, every thread that wrote
-// what it reads from shared memory has called fence_async_proxy, then all have met at a barrier.
+// what it reads from shared memory has called fence_async_proxy (copy_engine.h's copies need none), then all
+// have met at a barrier.
 TXL_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // After the last write of registers that the next products read or add to.
@@ -414,7 +415,6 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 
-inline int uniform(int x) { return x; }
 using emulation::any;
 using emulation::block_index;
 using emulation::commit_copies;
@@ -433,6 +433,7 @@ using emulation::sync_threads;
 using emulation::sync_warp;
 using emulation::tf32;
 using emulation::thread_index;
+using emulation::uniform;
 using emulation::wait_copies;
 using emulation::warpgroup_begin;
 using emulation::warpgroup_commit;

@@ -179,8 +179,7 @@ struct QueryBlock {
   }
 
   // score = (q + u) k^T + (q + v) r^T, moved. RowClassBlock and WarpgroupBlock have a take_scores of their
-  // own, WarpgroupBlock also begin_copies, copy_tile, wait_tile,
-  // add_keys and add_values.
+  // own, WarpgroupBlock also begin_copies, copy_tile, wait_tile, add_keys and add_values.
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     take_band(score, j0);
     add_keys(score, j0);
@@ -271,7 +270,7 @@ struct QueryBlock {
     TXL_NO_UNROLL_GPU
     for (int n = 0; n < 8; ++n) {
       const int call =
-          j0 / DropoutMask::kGroup * DropoutMask::kLanes + lane() % 4 * 2 + n / 2 % 2 + n % 2 * 8;
+          j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
       kept |=
           kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane(n / 4))
           << (4 * n);

@@ -29,10 +29,11 @@ TXL_HD T smaller(T a, T b) {
 }
 template <typename T>
 TXL_HD T larger(T a, T b) {
-  return a < b ? b : a;
+  if constexpr (std::is_same_v<T, float>)
+    return fmaxf(a, b);  // one instruction; of a number and NaN, the number
+  else
+    return a < b ? b : a;
 }
-// One instruction. Of a number and NaN, the number.
-TXL_HD float larger(float a, float b) { return fmaxf(a, b); }
 
 // x, as if it could be another one every time. What is made of it in a loop stays in the loop: else the
 // compiler works out every address before, and has no registers for them all.
@@ -57,7 +58,7 @@ TXL_DEVICE float scale_of_queries(const Problem& p) {
 }
 // exp2(score * scale). Never 0: a hidden key's score is -inf.
 TXL_DEVICE float scale_of_scores(const Problem& p) { return larger(scale_of_queries(p), 1e-30f) * kLog2e; }
-TXL_DEVICE float scale_of_kept(const Problem& p) { return static_cast<float>(1 / (1 - p.dropout_p)); }
+TXL_HD float scale_of_kept(const Problem& p) { return static_cast<float>(1 / (1 - p.dropout_p)); }
 
 // How many keys before a query's position it sees, and how many after.
 struct Reach {

@@ -36,7 +36,7 @@ struct WarpgroupBlock
 
   TXL_DEVICE void begin_copies() const {
     if (elected()) mbarrier_init(mbarrier(), 1);
-    fence_async_proxy();  // also of what has lain where tiles will
+    fence_async_proxy();  // also of the far terms' rows of r, which lay where tiles will
     sync_threads();
   }
 
@@ -44,8 +44,8 @@ struct WarpgroupBlock
   // keys a batch entry has: those it has not are in masked tiles, where what they hold does not matter. Rows
   // of r that are repeated are copied by all threads.
   TXL_DEVICE void copy_tile(const BoxedForward& t, int j0) {
-    boxes = t.boxes, rows = !boxes;
-    if (!boxes) return Base::copy_tile(t, j0);
+    by_engine = t.boxes, by_threads = !by_engine;
+    if (!by_engine) return Base::copy_tile(t, j0);
     const auto inside = [&](int c) { return c >= 0 && c + BN <= this->p.N; };
     if (elected()) {
       copy_panels(this->k_tile(j0), t.k_map, j0, this->b);
@@ -56,14 +56,14 @@ struct WarpgroupBlock
       mbarrier_arrive(mbarrier());
     }
     this->for_new_rows(j0, [&](Tile to, int c) {
-      if (!inside(c)) this->copy_positions(to, t.r, c), rows = true;
+      if (!inside(c)) this->copy_positions(to, t.r, c), by_threads = true;
     });
-    if (rows) commit_copies();
+    if (by_threads) commit_copies();
   }
 
   TXL_DEVICE void wait_tile() {
-    if (boxes) mbarrier_wait(mbarrier(), parity), parity ^= 1;
-    if (rows) wait_copies<0>(), fence_async_proxy();
+    if (by_engine) mbarrier_wait(mbarrier(), parity), parity ^= 1;
+    if (by_threads) wait_copies<0>(), fence_async_proxy();
     sync_threads();
   }
 
@@ -125,8 +125,8 @@ struct WarpgroupBlock
 
  private:
   float columns[kKeyTiles][4];  // of the band, of the tile before
-  bool boxes, rows;     // who copies the tile that is under way: the copy engine, all threads, or both
-  uint32_t parity = 0;  // of the phase in which it does
+  bool by_engine, by_threads;   // who copies the tile that is under way; some both
+  uint32_t parity = 0;          // of the phase in which it does
 
   TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
 

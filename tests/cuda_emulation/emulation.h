@@ -544,7 +544,8 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
     others.emplace_back([&launch] { run_blocks(launch); });
   run_blocks(launch);
   for (std::thread& other : others) other.join();
-  if (const char* path = std::getenv("TXL_EMULATION_TRACE")) {  // a line for every launch
+  if (const char* path =
+          std::getenv("TXL_EMULATION_TRACE")) {  // of every launch: kernel|boxes|threads|shared
     std::FILE* file = std::fopen(path, "a");
     if (!file) throw std::runtime_error(std::string("TXL_EMULATION_TRACE=") + path + " cannot be written");
     std::fprintf(file, "%s|%lld|%d|%u\n", launch.kernel.c_str(), static_cast<long long>(launch.boxes),
@@ -842,6 +843,15 @@ TXL_COLLECTIVE inline T shuffle_xor(T x, int mask) {
 template <typename T>
 TXL_COLLECTIVE inline T shuffle(T x, int source_lane) {
   return shuffle_from("shuffle", x, source_lane & 31);
+}
+
+TXL_COLLECTIVE inline int uniform(int x) {
+  meet("uniform", &x, [](int** lane) {
+    for (int i = 1; i < 32; ++i)
+      if (*lane[i] != *lane[0])
+        fail(machine->thread, "uniform: %d in lane %d, %d in lane 0", *lane[i], i, *lane[0]);
+  });
+  return x;
 }
 
 TXL_COLLECTIVE inline bool any(bool x) {

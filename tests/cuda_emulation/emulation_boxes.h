@@ -9,6 +9,8 @@
 // What the engine writes over must have been written by itself, or before a fence_async_proxy by the thread
 // that wrote it and a barrier of the block; and it must have been read so too, or by products of warpgroups
 // (of several readers only the last is looked at). The mbarrier must have been made so.
+//
+// Not seen: another number of bytes expected than copied, which on a GPU is never waited out.
 #pragma once
 
 namespace txl::emulation {
@@ -20,7 +22,12 @@ struct TensorMap {
   uint32_t box_rows;
 };
 
-inline bool elected() { return machine->thread == 0; }
+// In reverse it is another thread that is elected: nobody knows which.
+TXL_COLLECTIVE inline bool elected() {
+  char nothing;
+  meet("elected", &nothing, [](char**) {});
+  return machine->thread == (options.reverse ? 31 : 0);
+}
 
 // ---- mbarriers ----
 

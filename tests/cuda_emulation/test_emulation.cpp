@@ -959,6 +959,7 @@ static void collective_faults(const std::string& which) {
     line(0, [] {
       if (lane() != 0) any(true);
     });
+  if (which == "not_uniform") line(0, [] { uniform(lane()); });
   if (which == "exception") line(0, [] { throw std::runtime_error("thrown by the kernel"); });
 }
 
