@@ -111,8 +111,12 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t sizes[4], strides[3];  // the last dimension first
   for (int d = 0; d < 4; ++d) sizes[d] = static_cast<cuuint64_t>(x.size[3 - d]);
-  // Where there is but one there is no next one; 16 is a stride that is allowed.
-  for (int d = 0; d < 3; ++d) strides[d] = static_cast<cuuint64_t>(x.size[2 - d] == 1 ? 16 : x.stride[2 - d]);
+  // Where there is but one, as if others followed without a gap.
+  cuuint64_t extent = (sizes[0] * 2 + 15) / 16 * 16;
+  for (int d = 0; d < 3; ++d) {
+    strides[d] = sizes[d + 1] == 1 ? extent : static_cast<cuuint64_t>(x.stride[2 - d]);
+    extent = sizes[d + 1] * strides[d];
+  }
   const cuuint32_t box[4] = {64, kBoxRows, 1, 1}, every[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box, every,

@@ -219,6 +219,7 @@ struct Source {
   int D;
   bool wide;
 
+  // b and h as numbers without a sign: their products with strides of 64 bits are shorter.
   TXL_DEVICE Source(const View& view, int b, int h, const Problem& p)
       : data(view.at<const E>(static_cast<uint32_t>(b), static_cast<uint32_t>(h), 0)),
         row(view.row),
@@ -234,19 +235,17 @@ TXL_DEVICE void copy_rows(Tile to, int to_row, const Source<E>& source, int coun
   const int thread = opaque(thread_index());
   if (source.wide) {
     // A loop that can be unrolled, because every thread has as many pieces; if possible all of a column, so
-    // that its addresses differ by constants. An address is one 32-bit product, and a sum of 64 bits.
-    constexpr uint32_t kPieces = kHead / kPiece<E>;
+    // that its addresses differ by constants. An address is one product of 32-bit numbers, and a sum.
+    constexpr int kPieces = kHead / kPiece<E>;
     constexpr bool kSameColumn = kThreads % kPieces == 0;
-    const int first = static_cast<int>(static_cast<uint32_t>(thread) / kPieces);
-    const int column = static_cast<int>(static_cast<uint32_t>(thread) % kPieces);
+    const auto row_at = [](int place) { return static_cast<int>(static_cast<uint32_t>(place) / kPieces); };
+    const auto column_at = [](int place) { return static_cast<int>(static_cast<uint32_t>(place) % kPieces); };
     const int row_bytes = static_cast<int>(source.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
-    for (int start = 0; start < count * static_cast<int>(kPieces); start += kThreads) {
-      const uint32_t place = static_cast<uint32_t>(start + thread);
-      const int n =
-          kSameColumn ? first + start / static_cast<int>(kPieces) : static_cast<int>(place / kPieces);
-      const int channel = (kSameColumn ? column : static_cast<int>(place % kPieces)) * kPiece<E>;
-      if (count * static_cast<int>(kPieces) % kThreads != 0 && n >= count) break;
+    for (int start = 0; start < count * kPieces; start += kThreads) {
+      const int n = kSameColumn ? row_at(thread) + start / kPieces : row_at(start + thread);
+      const int channel = column_at(kSameColumn ? thread : start + thread) * kPiece<E>;
+      if (count * kPieces % kThreads != 0 && n >= count) break;
       const RowOf from = row(n);
       copy_async_16(to.at(to_row + n, channel),
                     reinterpret_cast<const char*>(source.data + channel) + int64_t{from.n} * row_bytes,

@@ -125,8 +125,8 @@ struct WarpgroupBlock
 
  private:
   float columns[kKeyTiles][4];  // of the band, of the tile before
-  bool by_engine, by_threads;   // who copies the tile that is under way; some both
-  uint32_t parity = 0;          // of the phase in which it does
+  bool by_engine, by_threads;   // who copies the tile that is under way; some tiles both
+  uint32_t parity = 0;          // of the mbarrier's phase that ends when the engine has
 
   TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
 
