@@ -271,9 +271,9 @@ struct QueryBlock {
     for (int n = 0; n < 8; ++n) {
       const int call =
           j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |=
-          kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), b, h, i0 + row_of_lane(n / 4))
-          << (4 * n);
+      kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), opaque(b), opaque(h),
+                         i0 + row_of_lane(n / 4))
+              << (4 * n);
     }
   }
 
