@@ -997,6 +997,13 @@ TXL_COLLECTIVE inline void warpgroup_begin() {
   meet("warpgroup_begin", &nothing, [](char**) { machine->warp().products_begun = true; });
 }
 
+// Whether the thread has called fence_async_proxy after `time`, before the barrier.
+inline bool fenced(int thread, uint32_t time, uint32_t barrier) {
+  const auto& fences = machine->threads[thread].fences;
+  const auto fence = std::upper_bound(fences.begin(), fences.end(), time);
+  return fence != fences.end() && *fence <= barrier;
+}
+
 // The 16 bytes of b at an address, by a lane of the warp whose product it is.
 inline const unsigned char* access_product(const PendingProduct& product, int thread, uint32_t address) {
   Machine& m = *machine;
@@ -1012,9 +1019,7 @@ inline const unsigned char* access_product(const PendingProduct& product, int th
         fail(thread, "warpgroup_mma reads +%u, which a copy_box has written, without a barrier", offset);
       continue;
     }
-    const auto& fences = m.threads[s->writer].fences;
-    const auto fence = std::upper_bound(fences.begin(), fences.end(), s->write_time);
-    if (fence == fences.end() || *fence > product.barrier)
+    if (!fenced(s->writer, s->write_time, product.barrier))
       fail(thread,
            "warpgroup_mma reads +%u, which thread %d has written without a fence_async_proxy and a barrier",
            offset, s->writer);

@@ -109,9 +109,7 @@ inline void check_proxy(uint32_t offset, const char* what) {
   const Shadow& s = m.shadow[offset / 2];
   const auto check = [&](int thread, uint32_t time, const char* done) {
     if (time < m.start_time) return;  // by another block
-    const auto& fences = m.threads[thread].fences;
-    const auto fence = std::upper_bound(fences.begin(), fences.end(), time);
-    if (fence == fences.end() || *fence > m.block_time)
+    if (!fenced(thread, time, m.block_time))
       fail(m.thread, "copy_box: %s +%u, which thread %d has %s without a fence_async_proxy and a barrier",
            what, offset, thread, done);
   };
