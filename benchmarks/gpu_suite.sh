@@ -192,8 +192,9 @@ first_tests() {
   run_tests tests-cuda 120 tests -k "cuda and not test_large"
   # Forward by wgmma, which has to be asked for.
   if "$python" -c 'import sys, torch; from txl_kernels import cuda; sys.exit(not cuda.has_warpgroups(torch.device("cuda")))'; then
-    TXL_CUDA_WARPGROUPS=1 run_tests tests-warpgroups 45 -k "cuda and not float32" \
-      tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py
+    TXL_CUDA_WARPGROUPS=1 run_tests tests-warpgroups 75 -k "cuda and not float32 and not test_large" \
+      tests/test_triton_gpu.py tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py \
+      tests/test_dropout.py
   else
     say "left out, for want of sm_90 or of kernels for it: tests of forward by wgmma"
   fi

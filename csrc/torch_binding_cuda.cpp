@@ -93,6 +93,8 @@ void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
                        tensors.view(v, "v"),           tensors.view(r, "r"),
                        tensors.view(bias_u, "bias_u"), tensors.view(bias_v, "bias_v"),
                        tensors.view(out, "out"),       tensors.pointer<void>(lse, "lse")};
+  STD_TORCH_CHECK(splits == 1 || (parts && parts->numel() == splits * p.B * p.H * p.L * (p.D + 2)),
+                  "parts has another size than splits need");
   check(txl::cuda::forward(dtype_of(q), p, t, tensors.pointer<const int64_t>(dropout_seed, "dropout_seed"),
                            static_cast<int>(splits), tensors.pointer<float>(parts, "parts"), warpgroups,
                            reinterpret_cast<void*>(stream)),

@@ -32,7 +32,7 @@ from helpers import (
     run,
 )
 
-from txl_kernels import BackendUnavailable, cuda, registry, rel_attention
+from txl_kernels import BackendUnavailable, cuda, gpu, registry, rel_attention
 
 sys.path.insert(0, str(TESTS / "cuda_emulation"))
 import build_emulation
@@ -198,14 +198,14 @@ def test_keys_shared_out(monkeypatch, tmp_path, L, splits, block):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
     monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
-    blocks = 2 if L <= 64 else 4
-    monkeypatch.setattr(cuda, "_processors", lambda device: -(-splits * blocks // 4))
+    monkeypatch.setattr(gpu, "key_splits", lambda inputs: splits)
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
     check(CUDA, tensors, backward=False)
     check(CUDA, tensors, backward=False, window_size=(100, -1), dropout_p=0.2, dropout_seed=1)
     check(CUDA, tensors, backward=False, key_range=key_range((800, 800)))
     ran = (tmp_path / "trace").read_text().splitlines()
-    assert all(block in line or "MergeKernel" in line for line in ran)
+    assert {block in line or "MergeKernel" in line for line in ran} == {True}
+    assert sum("MergeKernel" in line for line in ran) == 3
 
 
 @emulated

@@ -36,7 +36,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from txl_kernels import BackendUnavailable, philox, rel_attention
+from txl_kernels import BackendUnavailable, gpu, philox, rel_attention
 from txl_kernels.registry import Inputs, Options
 
 triton = pytest.importorskip("triton")
@@ -285,15 +285,33 @@ def test_tile_sizes(monkeypatch, tile, sizes, options):
 @pytest.mark.parametrize("L", [1, 3, 16, 40])
 def test_keys_and_batch_shared_out(monkeypatch, L, dtype):
     """As on a GPU of many processors: the keys are split forward (some splits see none), the batch for dr."""
-    monkeypatch.setattr(backend, "_processors", lambda device: 64)
-    tensors = inputs(B=2, H=1, L=L, K=700, D=16, N=500, dtype=dtype)
-    ranges = key_range((0, 700), (300, 310))
+    monkeypatch.setattr(gpu, "processors", lambda device: 64)
+    tensors = inputs(B=3, H=1, L=L, K=700, D=16, N=500, dtype=dtype)
+    ranges = key_range((0, 700), (300, 310), (50, 50))
     check(TRITON, tensors, key_range=ranges)
+
+
+@pytest.mark.parametrize(
+    "B, L, K, splits",
+    [
+        (1, 1, 3800, 30),
+        (64, 1, 3800, 1),
+        (1, 1, 100, 1),
+        (1, 16, 129, 2),
+        (1, 17, 3800, 30),
+        (4, 2048, 4096, 1),
+    ],
+)
+def test_into_how_many_splits_keys_are_shared_out(monkeypatch, B, L, K, splits):
+    """Of 8 heads on 132 multiprocessors: up to four blocks for each, of 128 keys at least."""
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    q, k = (torch.empty(1, 1, 1, 1).expand(B, 8, rows, 64) for rows in (L, K))
+    assert gpu.key_splits(Inputs(q, k, k, k[0], None, None, None, None)) == splits
 
 
 @interpreted
 def test_the_same_bits_every_time(monkeypatch):
-    monkeypatch.setattr(backend, "_processors", lambda device: 8)
+    monkeypatch.setattr(gpu, "processors", lambda device: 8)
     tensors = inputs(B=2, H=1, L=70, K=150, D=16, N=90)
     dout = randn_like(tensors["q"])
     results = [run(TRITON, tensors, dout, dropout_p=0.2, dropout_seed=3) for _ in range(3)]
@@ -369,7 +387,9 @@ def test_a_graph_under_capture_is_not_disturbed(launches, monkeypatch):
 @pytest.mark.parametrize("D", [1, 41, 64, 65, 128, 256])
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_there_is_a_tile_for_everything(kernel, D, itemsize, arch):
-    for tile in configs.candidates(kernel, D, itemsize, arch):
+    found = configs.candidates(kernel, D, itemsize, arch)
+    assert found
+    for tile in found:
         assert tile.BM <= tile.BN <= 128 and tile.num_warps * 32 * 255 <= 65536
 
 
@@ -400,5 +420,5 @@ def test_float64_is_refused():
 def test_too_many_keys_for_32_bits():
     k = torch.empty(1, 1, 1, 1).expand(1, 1, 2**28, 1)
     of = Inputs(k[:, :, :1], k, k, k[0, :, :1], None, None, None, None)
-    with pytest.raises(ValueError, match=r"got K = 268435456.*less than 2\*\*28"):
+    with pytest.raises(ValueError, match=r"k: got 268435456 rows.*fewer than 2\*\*28"):
         backend._problem(of, Options(True, -1, -1, 0, 1.0, 0.0))

@@ -8,6 +8,8 @@ Truth is the float64 reference on the GPU, a head and a block of queries at a ti
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import (
@@ -202,6 +204,17 @@ def test_streams(backend):
         torch.cuda.synchronize()
         for results, truth in zip(got, expected, strict=True):
             assert_same_bits(results, truth)
+
+
+@each_backend
+def test_a_thread_that_has_used_no_gpu_before(backend):
+    """It has no CUDA context yet, and torch's allocator, which has memory to give, makes it none."""
+    tensors = inputs(B=1, H=2, L=100, K=200, D=64, dtype=bf16, device="cuda")
+    expected = run(backend, tensors)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        got = thread.submit(run, backend, tensors).result()
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -19,6 +19,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton_static import SHARED_LIMIT, Case, Report, cases, document, reports, tiles_in
 
+from txl_kernels import gpu
 from txl_kernels import triton as backend
 from txl_kernels.registry import Inputs, Options
 from txl_kernels.triton import configs
@@ -78,12 +79,12 @@ def launches(monkeypatch):
     """What a call asks Triton to compile: a set of (kernel, types and properties of its arguments). Nothing
     is launched."""
     compiled = set()
-    gpu = make_backend(GPUTarget("cuda", 90, 32))
+    compiler = make_backend(GPUTarget("cuda", 90, 32))
 
     class Recorder:
         def __init__(self, kernel):
             self.name = kernel.fn.__name__
-            self.bind = create_function_from_signature(kernel.signature, kernel.params, gpu)
+            self.bind = create_function_from_signature(kernel.signature, kernel.params, compiler)
 
         def __getitem__(self, grid):
             return self
@@ -96,7 +97,7 @@ def launches(monkeypatch):
         monkeypatch.setitem(backend.KERNELS, name, Recorder(kernel))
     monkeypatch.setattr(backend, "merge_kernel", Recorder(backend.merge_kernel))
     monkeypatch.setattr(backend, "_arch", lambda: 90)
-    monkeypatch.setattr(backend, "_processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
     return compiled
 
 

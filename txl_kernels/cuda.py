@@ -9,7 +9,6 @@ with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the defau
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from txl_kernels import gpu
 from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
 
 NAME = "cuda"
@@ -26,11 +26,6 @@ _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
 
-# As in csrc/cuda/forward.h: up to so many queries a block is one warp.
-_DECODE_QUERIES = 16
-# Keys that are worth a program of their own.
-_SPLIT_KEYS = 128
-_MAX_SIZE = 2**28
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
 _FLOAT32_HEAD = 128
 # Shared memory that a block may take, as csrc/cuda/backward.h asserts; kernels for sm_90 alone may take more.
@@ -91,10 +86,6 @@ def _name(device: torch.device) -> str:
     return "the emulation" if _EMULATION else torch.cuda.get_device_name(device)
 
 
-def _processors(device: torch.device) -> int:
-    return 1 if _EMULATION else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @functools.cache
 def has_warpgroups(device: torch.device) -> bool:
     """Whether the library and the GPU have what WARPGROUPS asks for."""
@@ -109,30 +100,15 @@ def _stream(device: torch.device) -> int:
     return 0 if _EMULATION else torch.cuda.current_stream(device).cuda_stream
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if _EMULATION else torch.cuda.device(device)
-
-
-def _check_sizes(inputs: Inputs) -> None:
-    for name, x in (("k", inputs.k), ("r", inputs.r)):
-        if x.shape[-2] >= _MAX_SIZE:
-            raise ValueError(
-                f"{name}: got {x.shape[-2]} rows; backend 'cuda' counts them in 32 bits and needs fewer than "
-                "2**28"
-            )
-
-
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
-    _check_sizes(inputs)
+    gpu.check_sizes(NAME, inputs)
     q, (B, H, L, D) = inputs.q, inputs.q.shape
     out, lse = new_results(q)
-    # Too few blocks of queries for the GPU: share out the keys too, and merge what they found.
-    blocks = -(-L // (_DECODE_QUERIES if L <= _DECODE_QUERIES else 64)) * B * H
-    splits = max(1, min(4 * _processors(q.device) // blocks, inputs.k.shape[2] // _SPLIT_KEYS))
-    parts = q.new_empty(splits, B * H * L * (D + 1), dtype=torch.float32) if splits > 1 else None
+    splits = gpu.key_splits(inputs)
+    parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
     warpgroups = WARPGROUPS and has_warpgroups(q.device)
-    with _on(q.device):
+    with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
             *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, _stream(q.device)
         )
@@ -141,7 +117,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    _check_sizes(inputs)
+    gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
-    with _on(device):
+    with gpu.current(device):
         return run_backward(op, dout, inputs, out, lse, options, _stream(device))

@@ -72,7 +72,8 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
     start(Type<typename Of::DkDv>{}, params, Of::DkDv::kSharedBytes);
     start(Type<typename Of::Dr>{}, params, Of::Dr::kSharedBytes);
     if (t.du.data) sum(Type<E>{}, w.du_parts, p.B, Of::DkDv::parts(params), p.D, t.du, p.scale);
-    if (t.dv_bias.data) sum(Type<E>{}, w.dv_parts, w.splits, Of::Dr::parts(params), p.D, t.dv_bias, p.scale);
+    if (t.dv_bias.data)
+      sum(Type<E>{}, w.dv_bias_parts, w.splits, Of::Dr::parts(params), p.D, t.dv_bias, p.scale);
     if (w.splits > 1) sum(Type<E>{}, w.dr_parts, w.splits, 1, p.N * p.D, t.dr, 1);
   };
   if (p.dropout_p > 0)

@@ -339,7 +339,7 @@ struct DrKernel {
         const float ds = load_shared<float>(base + kBandsAt + static_cast<uint32_t>(n) * 4);
         sum += ds * finite(to_float(load_global(r_rows.data + (c0 + n) * r_rows.row + d)));
       }
-      store_global(params.w.dv_parts + part * p.D + d, sum);
+      store_global(params.w.dv_bias_parts + part * p.D + d, sum);
     }
   }
 };

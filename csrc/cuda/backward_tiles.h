@@ -31,12 +31,12 @@ struct Workspace {
   // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. Parts
   // [B, H, blocks of queries, 2, D + 1] and their sums [H, 2, D + 1]; none if no pair is clamped.
   float *clamped_parts, *clamped;
-  float* du_parts;  // [B, H, blocks of keys, D]
-  float* dv_parts;  // [splits, H, blocks of rows, D]
-  float* dr_parts;  // [splits, H, N, D], of more than one split
-  int64_t row;      // elements
-  int splits;       // shares of the batch that have a dr of their own, for there are few rows of r
-  int64_t entries;  // of the batch in a split
+  float* du_parts;       // [B, H, blocks of keys, D]
+  float* dv_bias_parts;  // [splits, H, blocks of rows, D]
+  float* dr_parts;       // [splits, H, N, D], of more than one split
+  int64_t row;           // elements
+  int splits;            // shares of the batch that have a dr of their own, for there are few rows of r
+  int64_t entries;       // of the batch in a split
   int64_t floats = 0;
 
   Workspace(const Problem& p, int element_bytes, float* base) {
@@ -58,7 +58,7 @@ struct Workspace {
     clamped_parts = take(heads * up(p.L, kQueries) * ends);
     clamped = take(p.H * ends);
     du_parts = take(heads * up(p.K, kKeys) * p.D);
-    dv_parts = take(splits * p.H * up(p.N, kRows) * p.D);
+    dv_bias_parts = take(splits * p.H * up(p.N, kRows) * p.D);
     dr_parts = take(splits > 1 ? splits * p.H * p.N * p.D : 0);
   }
 

@@ -21,9 +21,10 @@ struct BoxedSizes {
 
 // Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes. cuTensorMapEncodeTiled's
 // documentation has strides grow from dimension to dimension; drivers take any (FlashAttention-3 has heads
-// between rows too). Where there is but one, its stride may be anything.
+// between rows too). Of rows that overlap nobody says anything. Where there is but one, its stride may be
+// anything.
 inline bool has_boxes(const BoxedSizes& x) {
-  bool has = x.size[3] > 0;
+  bool has = x.size[3] > 0 && (x.size[2] == 1 || x.stride[2] >= 2 * x.size[3]);
   for (int d = 0; d < 3; ++d) {
     const int64_t stride = x.stride[d];
     has &= x.size[d] == 1 || (x.size[d] > 0 && stride > 0 && stride % 16 == 0 && stride < int64_t{1} << 40);
@@ -93,7 +94,15 @@ TXL_DEVICE void copy_box(uint32_t shared, const TensorMap& map, int channel, int
 }
 
 #if !defined(__CUDACC_RTC__)  // which has no host
-// Of a tensor that has_boxes. Returns a cudaError_t.
+// The driver's functions want what the runtime's see to themselves: that the thread has a context. One that
+// torch's autograd or Python has just made may have none. Returns a cudaError_t.
+inline int bind_context() {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaSetDevice(device);
+}
+
+// Of a tensor that has_boxes, on a thread that has a context. Returns a cudaError_t.
 inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x) {
   static const auto encode = [] {
     void* found = nullptr;
@@ -122,7 +131,7 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box, every,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return static_cast<cudaError_t>(result);  // the same numbers
 }
 #endif
 
@@ -134,6 +143,8 @@ using emulation::mbarrier_arrive;
 using emulation::mbarrier_init;
 using emulation::mbarrier_wait;
 using emulation::TensorMap;
+
+inline int bind_context() { return 0; }
 
 inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x) {
   if (!has_boxes(x) || reinterpret_cast<uintptr_t>(data) % 16 != 0) return 1;

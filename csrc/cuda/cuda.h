@@ -16,7 +16,7 @@ struct f16;
 using f32 = float;
 
 // dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
-// parts, float32 [splits, B * H * L * (D + 1)]. warpgroups: wgmma where there is a kernel with it; the GPU is
+// parts, float32 [splits, B * H * L * (D + 2)]. warpgroups: wgmma where there is a kernel with it; the GPU is
 // sm_90.
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
             float* parts, bool warpgroups, void* stream);

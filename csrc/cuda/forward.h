@@ -15,12 +15,14 @@ struct ForwardParams {
   Tensors t;
   const int64_t* dropout_seed;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
-  // [splits, B, H, L, D] without gaps, and lse [splits, B, H, L] behind it.
+  // [splits, B, H, L, D] without gaps, and behind it the largest score and the total [splits, B, H, L] each.
   int splits;
   int64_t split_keys;
   float* parts;
 
   TXL_HD int64_t rows() const { return p.B * p.H * p.L; }
+  TXL_HD float* largest() const { return parts + splits * rows() * p.D; }
+  TXL_HD float* total() const { return largest() + splits * rows(); }
 };
 
 // Block: what computes the products of a tile: ForwardBlock, RowClassBlock or WarpgroupBlock. Its queries 0
@@ -202,10 +204,13 @@ struct ForwardKernel : private Block {
           else
             store_global(t.out.at<E>(b, h, i) + channel, from_float<E>(value));
         }
-      if (lane() % 4 == 0) {
-        float* lse = params.splits > 1 ? params.parts + params.splits * params.rows() * p.D
-                                       : static_cast<float*>(t.lse);
-        store_global(lse + row, any_seen ? (largest[y] + log2_fast(total[y])) * kLn2 : -infinity());
+      if (lane() % 4 != 0) continue;
+      if (params.splits > 1) {
+        store_global(params.largest() + row, largest[y]);
+        store_global(params.total() + row, total[y]);
+      } else {
+        store_global(static_cast<float*>(t.lse) + row,
+                     any_seen ? (largest[y] + log2_fast(total[y])) * kLn2 : -infinity());
       }
     }
   }
@@ -216,7 +221,8 @@ struct ForwardKernel : private Block {
 template <typename Block, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
-// out and lse of a query from its splits. A split that saw nothing has lse -inf and zeros.
+// out and lse of a query from its splits. A split that saw nothing has -inf and zeros. Far from zero the
+// difference of two lse would be far less precise than largest and total are.
 template <typename E>
 struct MergeKernel {
   using Params = ForwardParams<Forward>;
@@ -225,12 +231,12 @@ struct MergeKernel {
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
     const int64_t row = block_index(), rows = x.rows();
-    const float* lse = x.parts + x.splits * rows * p.D + row;
+    const auto largest_of = [&](int split) { return load_global(x.largest() + split * rows + row); };
     float largest = -infinity(), total = 0;
-    for (int split = 0; split < x.splits; ++split) largest = larger(largest, load_global(lse + split * rows));
+    for (int split = 0; split < x.splits; ++split) largest = larger(largest, largest_of(split));
     const float base = largest == -infinity() ? 0.0f : largest;
     const auto weight = [&](int split) {
-      return exp2_fast((load_global(lse + split * rows) - base) * kLog2e);
+      return exp2_fast(largest_of(split) - base) * load_global(x.total() + split * rows + row);
     };
     for (int split = 0; split < x.splits; ++split) total += weight(split);
     for (int d = thread_index(); d < p.D; d += kThreads) {
@@ -242,7 +248,7 @@ struct MergeKernel {
     }
     if (thread_index() == 0)
       store_global(static_cast<float*>(x.t.lse) + row,
-                   total == 0 ? -infinity() : base + log2_fast(total) * kLn2);
+                   total == 0 ? -infinity() : (base + log2_fast(total)) * kLn2);
   }
 };
 
@@ -297,7 +303,7 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
   return launch_block<Pitch>(params, stream);
 }
 
-// parts: [splits, B * H * L * (D + 1)], or null for one split.
+// parts: [splits, B * H * L * (D + 2)], or null for one split.
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
                    bool warpgroups, void* stream) {

@@ -53,7 +53,7 @@ struct WarpgroupBlock
         if (inside(c)) copy_panels(to, t.r_map, c, 0);
       });
       copy_panels(this->v_tile(j0), t.v_map, j0, this->b);
-      mbarrier_arrive(mbarrier());
+      mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
     }
     this->for_new_rows(j0, [&](Tile to, int c) {
       if (!inside(c)) this->copy_positions(to, t.r, c), by_threads = true;

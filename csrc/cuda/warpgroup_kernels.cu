@@ -17,7 +17,8 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
   const BoxedSizes k = sizes(x.t.k, p.B, p.K), v = sizes(x.t.v, p.B, p.K), r = sizes(x.t.r, 1, p.N);
   x.t.boxes = x.t.k.wide && x.t.v.wide && x.t.r.wide && has_boxes(k) && has_boxes(v) && has_boxes(r);
   if (x.t.boxes) {
-    int error = make_tensor_map(x.t.k_map, x.t.k.data, k);
+    int error = bind_context();
+    if (!error) error = make_tensor_map(x.t.k_map, x.t.k.data, k);
     if (!error) error = make_tensor_map(x.t.v_map, x.t.v.data, v);
     if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
     if (error) return error;

@@ -623,7 +623,8 @@ static void what_has_boxes() {
   require(has_boxes({{1, 1, 4, 16}, {3, 0, 32}}), "strides of what there is but one of");
   require(has_boxes({{2, 3, 4, 16}, {512, 32, 96}}), "heads between rows");
   require(!has_boxes({{1, 2, 2, 16}, {64, 0, 32}}), "a stride of 0");
-  require(!has_boxes({{1, 1, 2, 16}, {64, 64, 24}}), "a stride that is no multiple of 16");
+  require(!has_boxes({{1, 1, 2, 16}, {64, 64, 40}}), "a stride that is no multiple of 16");
+  require(!has_boxes({{1, 1, 2, 16}, {64, 64, 16}}), "rows that overlap");
   require(!has_boxes({{2, 1, 2, 16}, {int64_t{1} << 40, 64, 32}}), "a stride too long");
   require(!has_boxes({{1, 1, 0, 16}, {64, 64, 32}}), "no rows");
 }

@@ -7,7 +7,6 @@ logic, without a GPU. In float32 and float16: in bfloat16 the interpreter comput
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from typing import Any
@@ -17,7 +16,7 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from txl_kernels import philox
+from txl_kernels import gpu, philox
 from txl_kernels.registry import (
     Gradients,
     Inputs,
@@ -44,13 +43,7 @@ KERNELS = {
     "dk_dv": dk_dv_kernel,
     "dr": dr_kernel,
 }
-# Up to so many queries one block holds them all, and the keys are what there is to share out.
-_DECODE_QUERIES = 16
-# Keys in a split: a multiple of every BN, and enough of them for loads to run ahead.
-_SPLIT_KEYS = 128
-# Sizes and distances are 32-bit numbers in the kernels, and so are offsets within a tile of 2 * 64 rows.
-_MAX_SIZE = 2**28
-_MAX_ROW_STRIDE = 2**24
+_MAX_ROW_STRIDE = 2**24  # of a tile's 2 * 64 rows, whose offsets are 32-bit numbers
 # A multiply and an add in one instruction. From Triton 3.10 on the default is not to; 3.9 warns of it.
 _FUSED = {"enable_fp_fusion": True}
 # Score pairs of a call from which on it is worth measuring tiles.
@@ -97,10 +90,6 @@ def details() -> dict[str, str]:
 @functools.cache
 def _arch() -> int | str | None:
     return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
-
-
-def _processors(device: torch.device) -> int:
-    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -153,10 +142,6 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
     return tile
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 # ---- Arguments ---------------------------------------------------------------------------------------------
 
 
@@ -180,10 +165,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
     B, H, L, D = inputs.q.shape
     K, N = inputs.k.shape[2], inputs.r.shape[1]
     causal, window_left, window_right, r_zero, scale, dropout_p = options
-    if max(K, N) >= _MAX_SIZE:
-        raise ValueError(
-            f"k: got K = {K} keys and N = {N} rows of r, backend 'triton' needs less than 2**28 of both"
-        )
+    gpu.check_sizes(NAME, inputs)
     left = K if window_left < 0 else min(window_left, K)
     right = 0 if causal else L if window_right < 0 else min(window_right, L)
     r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
@@ -211,24 +193,22 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         return out, lse
     p, constants = _problem(inputs, options)
 
-    decode = L <= _DECODE_QUERIES
+    decode = L <= gpu.DECODE_QUERIES
     if decode:
         q_u = q_v = _rows(q)
     else:  # outside the kernel: tiles that come from memory unchanged need no registers
         q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
         bias_u = bias_v = None
 
-    # Too few blocks of queries for the GPU: share out the keys too.
-    blocks = triton.cdiv(L, _DECODE_QUERIES if decode else 64) * B * H
-    splits = max(1, min(4 * _processors(q.device) // blocks, triton.cdiv(K, _SPLIT_KEYS)))
-    split_keys = triton.cdiv(triton.cdiv(K, splits), _SPLIT_KEYS) * _SPLIT_KEYS
+    split_keys = triton.cdiv(triton.cdiv(K, gpu.key_splits(inputs)), gpu.SPLIT_KEYS) * gpu.SPLIT_KEYS
     splits = triton.cdiv(K, split_keys)
-    part, part_lse = out, lse
+    part, part_softmax = out, lse
     if splits > 1:
         part = torch.empty(splits * B, H, L, D, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits * B, H, L, dtype=torch.float32, device=q.device)
+        # The largest score and the total of each, which are merged.
+        part_softmax = torch.empty(2, splits * B, H, L, dtype=torch.float32, device=q.device)
 
-    with _on(q.device):
+    with gpu.current(q.device):
         _launch(
             "decode" if decode else "forward",
             q.dtype,
@@ -238,7 +218,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
             *(compact(x) for x in (bias_u, bias_v, key_range)),
             dropout_seed,
             _view(part),
-            part_lse,
+            part_softmax,
             *p,
             splits,
             split_keys,
@@ -249,7 +229,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         if splits > 1:
             merge_kernel[(B * H * L,)](
                 _view(part),
-                part_lse,
+                part_softmax,
                 _view(out),
                 lse,
                 B,
@@ -291,7 +271,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     blocks = triton.cdiv(L, min(tile.BM for tile in tiles))
     parts = torch.empty(B * H * blocks * 4 * D, dtype=torch.float32, device=q.device)
 
-    with _on(q.device):
+    with gpu.current(q.device):
         tile = _launch(
             "dq",
             q.dtype,
@@ -330,7 +310,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
 
         # Few rows of r: share out the batch too.
         programs = triton.cdiv(N, 64) * H
-        splits = max(1, min(2 * _processors(q.device) // programs, B))
+        splits = max(1, min(2 * gpu.processors(q.device) // programs, B))
         entries = triton.cdiv(B, splits)
         splits = triton.cdiv(B, entries)
         part = dr.unsqueeze(0)

@@ -73,8 +73,9 @@ def forward_kernel(
 ):  # fmt: skip
     """out and lse of BM queries, over the `split_keys` keys of one split.
 
-    q_u, q_v: q + u and q + v as they are, or both q, and the biases [H, D] are added here. out and
-    lse [splits * B, H, L] have a batch entry for every split of every one.
+    q_u, q_v: q + u and q + v as they are, or both q, and the biases [H, D] are added here. Of more than one
+    split, out has a batch entry for every split of every one, and lse [2, splits * B, H, L] are the largest
+    score, to base 2, and the total of each.
     """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     # Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
@@ -157,17 +158,20 @@ def forward_kernel(
     weight = p.dropout_scale / tl.where(sees, total, 1.0)
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
+    row = (entry.to(tl.int64) * p.H + h) * p.L + i
     lse_i = tl.where(sees, largest * LN_2 + tl.log(tl.where(sees, total, 1.0)), float("-inf"))
-    tl.store(lse + (entry.to(tl.int64) * p.H + h) * p.L + i, lse_i, mask=i < p.L)
+    tl.store(lse + row, tl.where(splits > 1, largest, lse_i), mask=i < p.L)
+    tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
 
 
 @triton.jit(do_not_specialize=["B", "H", "L", "splits"])
 def merge_kernel(
-    part, part_lse, out, lse, B, H, L, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    part, largest_and_total, out, lse, B, H, L, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one query from its splits.
+    """out and lse of one query from its splits. Far from zero the difference of two lse would be far less
+    precise than largest and total are.
 
-    part: View of [splits * B, H, L, D]. part_lse: [splits * B, H, L]. BS >= splits.
+    part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]. BS >= splits.
     """
     program = tl.program_id(0)
     i = program % L
@@ -178,10 +182,12 @@ def merge_kernel(
     d = tl.arange(0, BD)
     exist = split < splits
     entry = (split * B + b).to(tl.int64)
-    lses = tl.load(part_lse + (entry * H + h) * L + i, mask=exist, other=float("-inf"))
-    largest = tl.max(lses, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    weight = tl.exp(lses - base)
+    row = (entry * H + h) * L + i
+    largest = tl.load(largest_and_total + row, mask=exist, other=float("-inf"))
+    totals = tl.load(largest_and_total + splits.to(tl.int64) * B * H * L + row, mask=exist, other=0.0)
+    base = tl.max(largest, 0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight = tl.exp2(largest - base) * totals
     total = tl.sum(weight, 0)
     pointers = (
         part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
@@ -190,4 +196,4 @@ def merge_kernel(
     # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base + tl.log(total))
+    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * LN_2 + tl.log(total))

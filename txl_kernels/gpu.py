@@ -1,0 +1,45 @@
+"""What both backends for GPUs decide in the same way, also where their kernels run on the CPU without one."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from txl_kernels.registry import Inputs
+
+# Up to so many queries are one block (as in csrc/cuda/forward.h), and keys are what there is to share out.
+DECODE_QUERIES = 16
+# Keys that are worth a program of their own: a multiple of every tile, and enough for loads to run ahead.
+SPLIT_KEYS = 128
+_MAX_SIZE = 2**28
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors; 1 of a CPU."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes it the current device for a while."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def key_splits(inputs: Inputs) -> int:
+    """Into how many splits the keys are shared out: more than one where blocks of queries are too few for the
+    GPU."""
+    B, H, L, _ = inputs.q.shape
+    blocks = -(-L // (DECODE_QUERIES if L <= DECODE_QUERIES else 64)) * B * H
+    return max(1, min(4 * processors(inputs.q.device) // blocks, -(-inputs.k.shape[2] // SPLIT_KEYS)))
+
+
+def check_sizes(backend: str, inputs: Inputs) -> None:
+    """Sizes and distances are 32-bit numbers in the kernels."""
+    for name, x in (("k", inputs.k), ("r", inputs.r)):
+        if x.shape[-2] >= _MAX_SIZE:
+            raise ValueError(
+                f"{name}: got {x.shape[-2]} rows; backend {backend!r} counts them in 32 bits and needs fewer "
+                "than 2**28"
+            )
