@@ -2,7 +2,7 @@
 // it loads, and can still report, where the kernels do not.
 #include <pybind11/pybind11.h>
 
-#include "build_facts.h"  // written by setup.py
+#include "build_facts.h"  // written by ninja_build.py
 
 namespace py = pybind11;
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import sys
+
 import pytest
-from helpers import TESTS, cpu_levels, python, why_not
+from helpers import ROOT, TESTS, cpu_levels, python, why_not
+
+sys.path.insert(0, str(ROOT / "csrc"))
+import ninja_build
 
 
 @pytest.mark.parametrize("level", cpu_levels())
@@ -117,3 +124,18 @@ def test_kept_memory_must_be_a_number(value):
     )
     assert done.returncode == 1, done.stderr
     assert "TXL_CPU_KEPT_MB" in done.stderr and f"'{value}'" in done.stderr and "megabytes" in done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one level")
+def test_a_compiler_that_lacks_avx512(tmp_path, capsys):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    older = tmp_path / "older"
+    older.write_text(
+        '#!/bin/sh\ncase "$*" in *-mavx512*) echo "unrecognized option" >&2; exit 1;; esac\n'
+        f'exec {compiler} "$@"\n'
+    )
+    older.chmod(0o755)
+    assert list(ninja_build.find_levels([str(older)])) == ["baseline", "avx2"]
+    assert "without level avx512, which the compiler cannot build:\nunrecognized" in capsys.readouterr().out

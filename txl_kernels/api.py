@@ -135,7 +135,8 @@ def rel_attention(
             tensor of one element on q's device. None draws one from torch's default generator, which
             torch.manual_seed governs.
         return_lse: also return lse.
-        backend: "cpu", "triton", "cuda" or "reference". None takes the fastest for q's device.
+        backend: "cpu", "triton", "cuda" or "reference". None: on the CPU "cpu", on a GPU "triton" or, where
+            that cannot serve the call, "cuda" (which of them is faster has not been measured yet).
 
     Returns:
         out [B, H, L, D], of q's dtype; with return_lse also lse [B, H, L]: the natural logarithm of the sum
@@ -153,14 +154,14 @@ def rel_attention(
         if optional is not None and not isinstance(optional, Tensor):
             raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
 
-    device = q.device
+    device, given = q.device, q.dtype
     if reference.has_autocast(device) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         q, k, v, r = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(r, dtype)
         bias_u = None if bias_u is None else _cast(bias_u, dtype)
         bias_v = None if bias_v is None else _cast(bias_v, dtype)
 
-    _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend)
+    _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend, given)
     window_left, window_right = _check_options(causal, window_size, r_zero, scale, dropout_p)
     _check_seed(dropout_seed, device)
 
@@ -232,7 +233,9 @@ def _check_tensors(
     bias_v: Tensor | None,
     key_range: Tensor | None,
     backend: str | None,
+    given: torch.dtype,
 ) -> None:
+    """given: q's dtype before autocast."""
     if backend is not None and backend not in registry.NAMES:
         raise ValueError(
             f"backend: got {backend!r}, needs None or one of {', '.join(map(repr, registry.NAMES))}"
@@ -264,7 +267,9 @@ def _check_tensors(
     else:
         allowed = _DTYPES_OF_BACKEND[backend]
     if dtype not in allowed:
-        raise TypeError(f"q: got {dtype} on {device}, needs one of {', '.join(map(str, allowed))}")
+        got = str(dtype) if dtype == given else f"{given}, cast to {dtype} by autocast,"
+        who = "" if backend is None else f"backend {backend!r} "
+        raise TypeError(f"q: got {got} on {device}, {who}needs one of {', '.join(map(str, allowed))}")
     if k.dtype != dtype or v.dtype != dtype or r.dtype != dtype:
         name, other = next((n, t) for n, t in (("k", k), ("v", v), ("r", r)) if t.dtype != dtype)
         raise TypeError(f"{name}: got {other.dtype}, needs q's dtype, {dtype}")

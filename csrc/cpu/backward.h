@@ -47,19 +47,19 @@ struct Rows {
 
   Rows(Elem* memory, int64_t columns)
       : along(memory),
-        across(C::depth == 1 ? memory : memory + kRowCount * lda_of(columns)),
+        across(C::per_elem == 1 ? memory : memory + kRowCount * lda_of(columns)),
         lda(lda_of(columns)),
-        ldb(kTiled<C> ? a_pitch<C>(kRowCount / C::depth) : columns) {}
+        ldb(kTiled<C> ? a_pitch<C>(kRowCount / C::per_elem) : columns) {}
 
   static int64_t elements(int64_t columns) {
     const int64_t across =
-        kTiled<C> ? columns * a_pitch<C>(kRowCount / C::depth) : kRowCount / C::depth * columns;
-    return kRowCount * lda_of(columns) + (C::depth == 1 ? 0 : across);
+        kTiled<C> ? columns * a_pitch<C>(kRowCount / C::per_elem) : kRowCount / C::per_elem * columns;
+    return kRowCount * lda_of(columns) + (C::per_elem == 1 ? 0 : across);
   }
 
   // From values [rows][columns], `rows` whole elements and columns whole vectors.
   void pack(const T* x, int64_t rows, int64_t columns) const {
-    if constexpr (C::depth == 1) {
+    if constexpr (C::per_elem == 1) {
       memcpy(along, x, static_cast<size_t>(rows * columns) * sizeof(T));
     } else {
       pack_along<C>(x, columns, rows, columns, along, lda);
@@ -71,7 +71,7 @@ struct Rows {
   }
 
  private:
-  static int64_t lda_of(int64_t columns) { return a_pitch<C>(columns / C::depth); }
+  static int64_t lda_of(int64_t columns) { return a_pitch<C>(columns / C::per_elem); }
 };
 
 template <class C, class S>
@@ -84,8 +84,9 @@ class BackwardKernel {
   static constexpr int64_t kSlopeColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
   // Whole cache lines, an odd number of them.
   static constexpr int64_t kSlopePitch = kSlopeColumns | 16;
-  static constexpr int64_t kAlongPitch = a_pitch<C>((kTiled<C> ? kWidth : kSlopeColumns) / C::depth);
-  static constexpr int kStep = C::depth * C::whole;  // rows or columns that a product sums over come in these
+  static constexpr int64_t kAlongPitch = a_pitch<C>((kTiled<C> ? kWidth : kSlopeColumns) / C::per_elem);
+  // Rows or columns that a product sums over come in these.
+  static constexpr int kStep = C::per_elem * C::whole;
   // Columns of the band are multiplied in multiples of this.
   static constexpr int kColumnStep = kTiled<C> ? kWidth : kStep;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
@@ -126,7 +127,7 @@ class BackwardKernel {
         pool_(pool),
         depth_(depth_of<C>(p_.D)),
         pitch_(C::parts * depth_),
-        columns_(round_up(p_.D, kLanes<T> * C::depth)),
+        columns_(round_up(p_.D, kLanes<T> * C::per_elem)),
         row_pitch_(C::parts * columns_),
         keys_(round_up(p_.K, kWidth)),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
@@ -202,9 +203,9 @@ class BackwardKernel {
   void scratch_arrays(Scratch& s, F visit) const {
     const int64_t q_elements = Rows<C, kBlockRows>::elements(columns_), rows = kBlockRows;
     visit(s.k_panels, keys_ * pitch_), visit(s.v_panels, keys_ * pitch_);
-    visit(s.k_rows, keys_ / C::depth * row_pitch_);
+    visit(s.k_rows, keys_ / C::per_elem * row_pitch_);
     visit(s.r_panels, band_columns_ * pitch_);
-    visit(s.r_rows, band_columns_ / C::depth * row_pitch_);
+    visit(s.r_rows, band_columns_ / C::per_elem * row_pitch_);
     visit(s.far[0], kLanes<Elem> * pitch_), visit(s.far[1], kLanes<Elem> * pitch_);
     visit(s.r_far, 2 * columns_);
     const bool several = together_ && shares_ > 1;
@@ -219,8 +220,8 @@ class BackwardKernel {
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
     visit(s.slope, rows * kSlopePitch);
-    visit(s.along, C::depth == 1 ? 0 : rows * kAlongPitch);
-    visit(s.across, C::depth == 1 ? 0 : rows * (kTiled<C> ? kPanelPitch<C> : kSlopePitch) / C::depth);
+    visit(s.along, C::per_elem == 1 ? 0 : rows * kAlongPitch);
+    visit(s.across, C::per_elem == 1 ? 0 : rows * (kTiled<C> ? kPanelPitch<C> : kSlopePitch) / C::per_elem);
   }
 
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
@@ -310,7 +311,7 @@ class BackwardKernel {
       pack_panel<C>(k, p_.D, s.k_panels + tile * pitch_);
       pack_panel<C>(v, p_.D, s.v_panels + tile * pitch_);
       pack_rows<C, false>(
-          kWidth, [&](int64_t x) { return k[x]; }, p_.D, columns_, s.k_rows + tile / C::depth * row_pitch_,
+          kWidth, [&](int64_t x) { return k[x]; }, p_.D, columns_, s.k_rows + tile / C::per_elem * row_pitch_,
           poison);
     }
   }
@@ -359,7 +360,7 @@ class BackwardKernel {
       pack_block(block, b, head, s, poison);
       const T sum = horizontal_sum<T>(poison);
       const bool poisoned = !(sum == sum);
-      if (poisoned && C::depth > 1) return false;
+      if (poisoned && C::per_elem > 1) return false;
       zero(s.far_sum, 2 * kBlockRows);
       zero(s.slope, kBlockRows * kSlopePitch);
       Window window(s.band);
@@ -445,7 +446,7 @@ class BackwardKernel {
     const int64_t keys = hi - lo;
     add_across(s.dropped, kPitch, block.rows, keys, operand(s.dout), s.sums.dv + lo * columns_, s);
     add_across(s.ds, kPitch, block.rows, keys, operand(s.qu), s.sums.dk + lo * columns_, s);
-    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + lo / C::depth * row_pitch_, s.dq_content, s);
+    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + lo / C::per_elem * row_pitch_, s.dq_content, s);
   }
 
   // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
@@ -458,7 +459,7 @@ class BackwardKernel {
           0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, kColumnStep)));
     const int64_t count = round_up(done, kColumnStep);
     if (count > 0) {
-      add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::depth * row_pitch_,
+      add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
                 s.dq_position, s);
       add_across(s.slope, kSlopePitch, block.rows, count, operand(s.qv), s.sums.dr + slope.start * columns_,
                  s);
@@ -525,12 +526,13 @@ class BackwardKernel {
     for (int64_t c = 0; c < columns; c += most) {
       const int64_t step = min(most, columns - c);
       const Elem* packed = s.along;
-      if constexpr (C::depth == 1)
+      if constexpr (C::per_elem == 1)
         packed = x + c;
       else
         pack_along<C>(x + c, pitch, rows, step, s.along, kAlongPitch);
-      add_product<C, A::rows>(rows, columns_, step / C::depth, packed, C::depth == 1 ? pitch : kAlongPitch,
-                              y + c / C::depth * row_pitch_, row_pitch_, sums, columns_);
+      add_product<C, A::rows>(rows, columns_, step / C::per_elem, packed,
+                              C::per_elem == 1 ? pitch : kAlongPitch, y + c / C::per_elem * row_pitch_,
+                              row_pitch_, sums, columns_);
     }
   }
 
@@ -538,7 +540,7 @@ class BackwardKernel {
   // then x, the larger one, need not be turned.
   void add_across(T* x, int64_t pitch, int64_t rows, int64_t columns, const Rows<C, kBlockRows>& y, T* sums,
                   Scratch& s) const {
-    const int64_t whole = round_up(rows, kStep), steps = whole / C::depth;
+    const int64_t whole = round_up(rows, kStep), steps = whole / C::per_elem;
     for (int64_t m = rows; m < whole; ++m) zero(x + m * pitch, columns);
     if constexpr (kTiled<C>) {
       for (int64_t c = 0; c < columns; c += kWidth) {
@@ -549,11 +551,11 @@ class BackwardKernel {
       }
     } else {
       const Elem* packed = s.across;
-      if constexpr (C::depth == 1)
+      if constexpr (C::per_elem == 1)
         packed = x;
       else
         pack_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
-      add_product<C, A::columns>(columns, columns_, steps, packed, C::depth == 1 ? pitch : kSlopePitch,
+      add_product<C, A::columns>(columns, columns_, steps, packed, C::per_elem == 1 ? pitch : kSlopePitch,
                                  y.across, y.ldb, sums, columns_);
     }
   }

@@ -103,8 +103,8 @@ static void pack_far(const S* row, int64_t D, typename C::Elem* out) {
   using T = typename C::Acc;
   constexpr int W = kLanes<E>;
   for (int64_t k = 0; k < depth_of<C>(D); ++k, out += C::parts * W) {
-    Vec<T> x[C::depth];
-    for (int e = 0; e < C::depth; ++e) {
+    Vec<T> x[C::per_elem];
+    for (int e = 0; e < C::per_elem; ++e) {
       const int64_t d = C::value(k, e);
       x[e] = splat(d < D ? to_float(row[d]) : T{});
     }

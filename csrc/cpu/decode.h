@@ -1,6 +1,6 @@
 // Decode: few queries over many keys, as in generation. Every key is read once, nothing is packed, and the
 // keys are split over the threads; the speed of memory is the limit. The parts are merged by their
-// log-sum-exp, in order.
+// largest scores and totals, in order.
 #pragma once
 
 #include "scores.h"
@@ -14,7 +14,7 @@ class DecodeKernel {
   using T = decltype(to_float(S{}));
   static constexpr int W = kLanes<T>, kKeys = 4096;  // keys whose scores are held at most
   static constexpr int kMost = kLong ? 4 : 8;        // vectors of a row that are read together
-  static constexpr int64_t kAhead = 128;             // keys between what is fetched and what is used
+  static constexpr int64_t kAhead = 32;              // keys between what is fetched and what is used
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
@@ -23,9 +23,10 @@ class DecodeKernel {
     T m = -static_cast<T>(INFINITY), l = 0;
   };
 
+  // Rows of k and r that follow one another, and those that are fetched meanwhile.
   struct Rows {
-    const S *k, *r;
-    Rows from(int64_t d) const { return {k + d, r + d}; }
+    const S *k, *r, *next_k, *next_r;
+    Rows from(int64_t d) const { return {k + d, r + d, next_k + d, next_r + d}; }
   };
 
  public:
@@ -87,6 +88,10 @@ class DecodeKernel {
   TXL_INLINE Vec<T> values(const S* p, bool tail) const {
     return tail ? load_some(p, static_cast<int>(p_.D % W)) : load_as_float(p);
   }
+
+  // Rows are read from both halves of the keys in turns, one by one: while one half's next page is looked up,
+  // the other's lines still come. This many are in the first; where vectors are short, all of them.
+  static int64_t half_of(int64_t keys) { return kLong ? min(round_up((keys + 1) / 2, W), keys) : keys; }
 
   // Vector n of a row into the second level of cache, line by line: where vectors are long, the hardware's
   // own prefetching is too late at every page.
@@ -154,12 +159,18 @@ class DecodeKernel {
     Vec<T> acc[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) acc[n] = load(o + n * W) * fade;
-    for (int64_t x = 0; x < count; ++x, v += t_.v.row) {
+    const int64_t half = half_of(count);
+    const auto add = [&](int64_t x, int64_t end) {
+      const S* row = v + x * t_.v.row;
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) {
-        fetch(v + (kAhead < count - x ? kAhead * t_.v.row : 0), n);
-        acc[n] += s[x] * values(v + n * W, tail && n == kN - 1);
+        fetch(row + (kAhead < end - x ? kAhead * t_.v.row : 0), n);
+        acc[n] += s[x] * values(row + n * W, tail && n == kN - 1);
       }
+    };
+    for (int64_t x = 0; x < half; ++x) {
+      add(x, half);
+      if (half + x < count) add(half + x, count);
     }
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) store(o + n * W, acc[n]);
@@ -175,14 +186,25 @@ class DecodeKernel {
     const S* r = t_.r.at<S>(0, h, 0);
     const S* v = t_.v.at<S>(b, h, keys.lo);
     for (int64_t x = 0; x < round_up(keys.size(), W); ++x) s[x] = -static_cast<T>(INFINITY);
-    const auto dot = [&](int64_t lo, int64_t hi, auto has_r, T constant) {
-      for (int64_t j = lo; j < hi; j += W) {
-        const Rows now = {k + j * t_.k.row, r + p_.band(i, j) * t_.r.row};
-        // What is read behind the last key are the values.
-        const int64_t past = j + kAhead - keys.hi;
-        const Rows ahead = {past < 0 ? now.k + kAhead * t_.k.row : v + past * t_.v.row,
-                            j + kAhead < hi ? now.r + kAhead * t_.r.row : now.r};
-        dot_keys<decltype(has_r)::value>(now, ahead, min(hi - j, W), q, constant, s + (j - keys.lo));
+    const auto dot = [&](int64_t lo, int64_t hi, auto kr, T constant) {
+      constexpr bool has_r = decltype(kr)::value;
+      const int64_t half = half_of(hi - lo), mid = lo + half;
+      // Behind the last keys of a half values are fetched: after the range with most keys they are read next.
+      const auto rows = [&](int64_t j) -> Rows {
+        const int64_t past = j + kAhead - (j < mid ? mid : hi), first = j < mid ? 0 : half_of(keys.size());
+        const S *k_j = k + j * t_.k.row, *r_j = r + p_.band(i, j) * t_.r.row;
+        if (past < 0) return {k_j, r_j, k_j + kAhead * t_.k.row, r_j + kAhead * t_.r.row};
+        return {k_j, r_j, v + (first + past) * t_.v.row, r_j};
+      };
+      for (int64_t j = lo; j < mid; j += W) {
+        const int64_t other = j + half;
+        T* to = s + (j - keys.lo);
+        if (other + W <= hi) {
+          dot_keys<has_r, 2>({rows(j), rows(other)}, W, q, constant, {to, to + half});
+        } else {
+          dot_keys<has_r, 1>({rows(j)}, min(mid - j, W), q, constant, {to});
+          if (other < hi) dot_keys<has_r, 1>({rows(other)}, hi - other, q, constant, {to + half});
+        }
       }
     };
     dot(keys.lo, left_end, Size<0>{}, q.far[0]);
@@ -190,40 +212,47 @@ class DecodeKernel {
     dot(right_start, keys.hi, Size<0>{}, q.far[1]);
   }
 
-  // Scores of `count` keys, at most a vector of them.
-  template <bool has_r>
-  void dot_keys(Rows now, Rows ahead, int64_t count, const Query& q, T constant, T* s) const {
-    Vec<T> product[W] = {};
+  // Scores of `count` keys, at most a vector of them, in each of kRuns places.
+  template <bool has_r, int kRuns>
+  void dot_keys(const Rows (&runs)[kRuns], int64_t count, const Query& q, T constant,
+                T* const (&s)[kRuns]) const {
+    Vec<T> product[kRuns][W] = {};
     in_columns([&](int64_t d, auto kn, auto tail) {
-      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(now.from(d), ahead.from(d), count, q.u + d,
-                                                                  q.v + d, product);
+      Rows from[kRuns];
+      for (int n = 0; n < kRuns; ++n) from[n] = runs[n].from(d);
+      add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(from, count, q.u + d, q.v + d, product);
     });
-    T lane[W];
-    store(lane, lane_sums<T>(product) + constant);
-    for (int64_t x = 0; x < count; ++x) s[x] = lane[x];
+    for (int n = 0; n < kRuns; ++n) {
+      T lane[W];
+      store(lane, lane_sums<T>(product[n]) + constant);
+      for (int64_t x = 0; x < count; ++x) s[n][x] = lane[x];
+    }
   }
 
-  // product[x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
-  template <bool has_r, int kN, int tail>
-  __attribute__((noinline)) void add_dots(Rows now, Rows ahead, int64_t count, const T* u, const T* v,
-                                          Vec<T> (&product)[W]) const {
+  // product[run][x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
+  template <bool has_r, int kN, int tail, int kRuns>
+  __attribute__((noinline)) void add_dots(Rows (&runs)[kRuns], int64_t count, const T* u, const T* v,
+                                          Vec<T> (&product)[kRuns][W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) qu[n] = load(u + n * W), qv[n] = load(v + n * W);
     for (int64_t x = 0; x < count; ++x) {
-      Vec<T> content = product[x], position = {};
       TXL_UNROLL
-      for (int n = 0; n < kN; ++n) {
-        fetch(ahead.k, n);
-        content += qu[n] * values(now.k + n * W, tail && n == kN - 1);
-        if constexpr (has_r) {
-          fetch(ahead.r, n);
-          position += qv[n] * values(now.r + n * W, tail && n == kN - 1);
+      for (int run = 0; run < kRuns; ++run) {
+        Rows& row = runs[run];
+        Vec<T> content = product[run][x], position = {};
+        TXL_UNROLL
+        for (int n = 0; n < kN; ++n) {
+          fetch(row.next_k, n);
+          content += qu[n] * values(row.k + n * W, tail && n == kN - 1);
+          if constexpr (has_r) {
+            fetch(row.next_r, n);
+            position += qv[n] * values(row.r + n * W, tail && n == kN - 1);
+          }
         }
+        product[run][x] = content + position;
+        row.k += t_.k.row, row.r += t_.r.row, row.next_k += t_.k.row, row.next_r += t_.r.row;
       }
-      product[x] = content + position;
-      now.k += t_.k.row, now.r += t_.r.row;
-      ahead.k += t_.k.row, ahead.r += t_.r.row;
     }
   }
 

@@ -76,13 +76,6 @@ const std::vector<Level>& levels() {
   return built;
 }
 
-std::string join(bool only_usable) {
-  std::string names;
-  for (const Level& level : levels())
-    if (level.runs_here || !only_usable) names += (names.empty() ? "" : ",") + std::string(level.name);
-  return names;
-}
-
 // The level that TXL_CPU_LEVEL names; null where it is not set.
 const Level* named_level() {
   const char* wanted = std::getenv("TXL_CPU_LEVEL");
@@ -90,7 +83,7 @@ const Level* named_level() {
   for (const Level& level : levels())
     if (level.runs_here && wanted == std::string(level.name)) return &level;
   throw std::runtime_error("TXL_CPU_LEVEL is '" + std::string(wanted) +
-                           "', but the levels built and supported by this CPU are " + join(true) +
+                           "', but the levels built and supported by this CPU are " + cpu_levels() +
                            "; unset it to use the best of them");
 }
 
@@ -139,7 +132,13 @@ const Level* level_for(DType dtype, const Problem& problem) {
 }  // namespace
 
 std::string cpu_level() { return choice().level->name; }
-std::string cpu_levels() { return join(true); }
+
+std::string cpu_levels() {
+  std::string names;
+  for (const Level& level : levels())
+    if (level.runs_here) names += (names.empty() ? "" : ",") + std::string(level.name);
+  return names;
+}
 
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool) {
   of(*level_for(dtype, problem), dtype).forward(problem, tensors, pool);

@@ -40,7 +40,7 @@ class ForwardKernel {
   static constexpr int kChunkKeys = kLong ? 512 : 128;
   static constexpr int kWidth = kPanel<C>;
   static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : 64;  // whose values are added at a time
-  static constexpr int64_t kPitch = kChunkKeys + 16 * C::depth, kPartPitch = kPitch / C::depth,
+  static constexpr int64_t kPitch = kChunkKeys + 16 * C::per_elem, kPartPitch = kPitch / C::per_elem,
                            kElemPitch = C::parts * kPartPitch;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
@@ -82,7 +82,7 @@ class ForwardKernel {
     const auto unit_arrays = [&](Unit& u, auto visit) {
       const int64_t panel = kWidth * pitch_;
       visit(u.k, piecemeal_ ? panel : keys_ / kWidth * panel);
-      visit(u.v, (piecemeal_ ? kChunkKeys : keys_) / C::depth * v_pitch_);
+      visit(u.v, (piecemeal_ ? kChunkKeys : keys_) / C::per_elem * v_pitch_);
       visit(u.r, piecemeal_ ? panel : band_.panels * panel);
       visit(u.far_left, kLanes<Elem> * pitch_), visit(u.far_right, kLanes<Elem> * pitch_);
     };
@@ -90,7 +90,7 @@ class ForwardKernel {
       visit(s.qu, kBlockRows * q_pitch_), visit(s.qv, kBlockRows * q_pitch_);
       visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? kBlockRows * kWidth : 0);
       visit(s.prob, elems_at_once() ? 0 : kBlockRows * kPitch);
-      visit(s.elems, C::depth == 1 ? 0 : kBlockRows * kElemPitch);
+      visit(s.elems, C::per_elem == 1 ? 0 : kBlockRows * kElemPitch);
       visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
       visit(s.softmax.base, kBlockRows), visit(s.softmax.limit, kBlockRows);
     };
@@ -160,7 +160,7 @@ class ForwardKernel {
     u.v_poisoned |= !(sum == sum);
   }
 
-  Elem* values(const Unit& u, int64_t j) const { return u.v + (j - u.first_value) / C::depth * v_pitch_; }
+  Elem* values(const Unit& u, int64_t j) const { return u.v + (j - u.first_value) / C::per_elem * v_pitch_; }
 
   void run_block(Unit& u, int64_t index, Scratch& s) const {
     const TileScope tiles;
@@ -191,7 +191,7 @@ class ForwardKernel {
   }
 
   // Whether probabilities become elements as soon as they are known.
-  bool elems_at_once() const { return C::depth > 1 && p_.dropout_p == 0; }
+  bool elems_at_once() const { return C::per_elem > 1 && p_.dropout_p == 0; }
 
   // Probabilities of the chunk [lo, hi), whole tiles: of all its keys, dropout comes later.
   void probabilities(const Block& block, const Unit& u, Window& window, int64_t lo, int64_t hi,
@@ -234,7 +234,7 @@ class ForwardKernel {
         sum += score[m][n];
       }
       store(softmax.sum + (m0 + m) * W, sum);
-      if constexpr (C::depth > 1) {
+      if constexpr (C::per_elem > 1) {
         if (elems_at_once()) {
           TXL_UNROLL
           for (int n = 0; n < kVectors; n += 2)
@@ -252,7 +252,7 @@ class ForwardKernel {
   __attribute__((noinline)) void rebase(int64_t m, T largest, int64_t lo, int64_t j, Scratch& s) const {
     const T factor = s.softmax.rebase(m, largest, columns_);
     if (factor == T{1}) return;
-    if constexpr (C::depth > 1) {
+    if constexpr (C::per_elem > 1) {
       if (elems_at_once()) {
         for (int64_t x = 0; x < (j - lo) / 2; x += kLanes<Elem>) {
           Elem* pairs = s.elems + m * kElemPitch + x;
@@ -274,7 +274,7 @@ class ForwardKernel {
       T* row = s.prob + m * kPitch;
       const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
       drop(p_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
-      if constexpr (C::depth > 1)
+      if constexpr (C::per_elem > 1)
         pack_along<C>(row, kPitch, 1, hi - lo, s.elems + m * kElemPitch, kElemPitch);
     }
   }
@@ -282,10 +282,10 @@ class ForwardKernel {
   // o += probabilities . v, tile by tile: all rows use its values before the next ones come.
   void add_values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
     const Elem* prob = s.elems;
-    if constexpr (C::depth == 1) prob = s.prob;
+    if constexpr (C::per_elem == 1) prob = s.prob;
     for (int64_t j = lo; j < hi; j += kValueKeys)
-      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::depth,
-                              prob + (j - lo) / C::depth, kElemPitch, values(u, j), v_pitch_, s.softmax.o,
+      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem,
+                              prob + (j - lo) / C::per_elem, kElemPitch, values(u, j), v_pitch_, s.softmax.o,
                               columns_);
   }
 

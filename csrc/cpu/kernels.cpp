@@ -1,7 +1,7 @@
 // The kernels of one vector level and one dtype: compiled once per (TXL_LEVEL, TXL_DTYPE), with the level's
 // flags.
 #ifndef TXL_LEVEL
-#error "TXL_LEVEL and TXL_DTYPE come from the build (setup.py)"
+#error "TXL_LEVEL and TXL_DTYPE come from csrc/ninja_build.py"
 #endif
 
 #include "backward.h"
@@ -60,7 +60,7 @@ void forward(const Problem& p, const Forward& t, const Pool& pool) {
 
 bool backward(const Problem& p, const Backward& t, const Pool& pool) {
   // Decode scores in float; pairs, which round q, would not find its probabilities again.
-  if (decodes(p) && Case::Compute::depth > 1) return false;
+  if (decodes(p) && Case::Compute::per_elem > 1) return false;
   return BackwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
 }
 

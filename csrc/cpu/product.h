@@ -3,7 +3,7 @@
 //   acc[m][n] += sum_k A(m, k) * B(k, n)
 //
 // A is read by broadcasts, from rows (element (m, k) at a[m * lda + k]) or from columns (a[k * lda + m]); B
-// is read as rows of whole vectors. k counts depth elements, each of Compute::depth values.
+// is read as rows of whole vectors. k counts depth elements, each of Compute::per_elem values.
 #pragma once
 
 #include <type_traits>
@@ -72,7 +72,7 @@ constexpr bool kTiled = C::whole > 1;
 
 template <class C>
 TXL_INLINE int64_t depth_of(int64_t values) {
-  return round_up((values + C::depth - 1) / C::depth, C::whole);
+  return round_up((values + C::per_elem - 1) / C::per_elem, C::whole);
 }
 
 // Between rows of A of that depth: an odd number of cache lines for tiles of parts, or the rows of a tile
@@ -212,8 +212,8 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t l
 template <int kStep, class V, size_t... I>
 TXL_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
   constexpr int kW = sizeof...(I);
-  const V lo = __builtin_shufflevector(a, b, ((I & kStep) ? kW + I - kStep : I)...);
-  const V hi = __builtin_shufflevector(a, b, ((I & kStep) ? kW + I : I + kStep)...);
+  const V lo = shuffled<((I & kStep) ? kW + I - kStep : I)...>(a, b);
+  const V hi = shuffled<((I & kStep) ? kW + I : I + kStep)...>(a, b);
   a = lo;
   b = hi;
 }
@@ -259,31 +259,31 @@ static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C:
   const int64_t depth = depth_of<C>(D);
   for (int x = 0; x < kPanel<C>; x += W)
     for (int64_t k = 0; k < depth; k += W) {
-      const int64_t n = min(W, depth - k), d = k * C::depth;
+      const int64_t n = min(W, depth - k), d = k * C::per_elem;
       E* out = panel + k * kPanelPitch<C> + x;
-      if constexpr (C::depth > 1 && std::is_same_v<S, bf16>) {  // memory holds elements already
-        const int64_t left = min(W * C::depth, D - d);
+      if constexpr (C::per_elem > 1 && std::is_same_v<S, bf16>) {  // memory holds elements already
+        const int64_t left = min(W * C::per_elem, D - d);
         Vec<E> v[W] = {};
         for (int i = 0; i < W; ++i) {
           E lane[W] = {};
           if (rows[x + i])
             memcpy(lane, rows[x + i] + d,
-                   left == W * C::depth ? sizeof(lane) : static_cast<size_t>(left) * sizeof(S));
+                   left == W * C::per_elem ? sizeof(lane) : static_cast<size_t>(left) * sizeof(S));
           v[i] = load(lane);
         }
         transpose<E>(v);
         for (int i = 0; i < n; ++i) store(out + i * kPanelPitch<C>, v[i]);
       } else {
-        Vec<T> v[C::depth][W];
-        for (int e = 0; e < C::depth; ++e) {
+        Vec<T> v[C::per_elem][W];
+        for (int e = 0; e < C::per_elem; ++e) {
           TXL_UNROLL
           for (int i = 0; i < W; ++i)
             v[e][i] = rows[x + i] ? load_left(rows[x + i] + d + e * W, D - d - e * W) : Vec<T>{};
           transpose<T>(v[e]);
         }
         for (int i = 0; i < n; ++i) {
-          Vec<T> column[C::depth];
-          for (int e = 0; e < C::depth; ++e) column[e] = v[e][i];
+          Vec<T> column[C::per_elem];
+          for (int e = 0; e < C::per_elem; ++e) column[e] = v[e][i];
           store_parts(out + i * kPanelPitch<C>, kPanel<C>, C::across(column));
         }
       }
@@ -299,18 +299,18 @@ static void pack_rows(int64_t count, F row, int64_t D, int64_t columns, typename
   using T = typename C::Acc;
   using S = std::remove_const_t<std::remove_pointer_t<decltype(row(0))>>;
   constexpr int W = kLanes<T>;
-  for (int64_t n = 0; n < count / C::depth; ++n, out += C::parts * columns) {
-    const S* rows[C::depth];
-    for (int e = 0; e < C::depth; ++e) rows[e] = row(C::value(n, e));
+  for (int64_t n = 0; n < count / C::per_elem; ++n, out += C::parts * columns) {
+    const S* rows[C::per_elem];
+    for (int e = 0; e < C::per_elem; ++e) rows[e] = row(C::value(n, e));
     for (int64_t d = 0; d < columns; d += W) {
-      Vec<T> x[C::depth];
-      for (int e = 0; e < C::depth; ++e) {
+      Vec<T> x[C::per_elem];
+      for (int e = 0; e < C::per_elem; ++e) {
         x[e] = rows[e] ? load_left(rows[e] + d, D - d) : Vec<T>{};
         const Vec<T> none = x[e] - x[e];
         poison += none;
         if constexpr (kFinite) x[e] = none == Vec<T>{} ? x[e] : Vec<T>{};
       }
-      if constexpr (C::depth > 1 && std::is_same_v<S, bf16>)
+      if constexpr (C::per_elem > 1 && std::is_same_v<S, bf16>)
         store(out + d, leading_pairs(x[0], x[1]));  // nothing is rounded
       else
         store_parts(out + d, columns, C::across(x));

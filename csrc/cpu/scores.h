@@ -77,9 +77,9 @@ static void pack_queries(const Block& block, const View& q, const View& bias, in
       continue;
     }
     for (int64_t k = 0; k < depth; k += W) {
-      Vec<T> x[C::depth];
-      for (int e = 0; e < C::depth; ++e) {
-        const int64_t d = k * C::depth + e * W;
+      Vec<T> x[C::per_elem];
+      for (int e = 0; e < C::per_elem; ++e) {
+        const int64_t d = k * C::per_elem + e * W;
         x[e] = load_left(row + d, D - d);
         if (u) x[e] += load_left(u + d, D - d);
         x[e] *= factor;

@@ -124,10 +124,20 @@ TXL_INLINE bool any_greater(V a, V b) {
 }
 #endif
 
+// The lanes kFrom of a and b together, b's numbered on from a's.
+template <int... kFrom, typename V>
+TXL_INLINE V shuffled(V a, V b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return V(__builtin_shufflevector(a, b, kFrom...));
+#else
+  return __builtin_shuffle(a, b, decltype(a < b){kFrom...});
+#endif
+}
+
 // All lanes joined, in the first: by halves.
 template <int kStep, typename V, typename F, size_t... I>
 TXL_INLINE V fold(V v, F join, std::index_sequence<I...> lanes) {
-  v = join(v, V(__builtin_shufflevector(v, v, ((I + kStep) % sizeof...(I))...)));
+  v = join(v, shuffled<((I + kStep) % sizeof...(I))...>(v, v));
   if constexpr (kStep > 1)
     return fold<kStep / 2>(v, join, lanes);
   else
@@ -313,17 +323,17 @@ TXL_INLINE void store_parts(E* p, int64_t step, const Parts<E, kParts>& x) {
 }
 
 // How a product kernel multiplies: what one element of its packed operands is, and one step of the depth.
-// depth: the values of an element; whole: the number of elements that a depth is a multiple of; parts: the
+// per_elem: the values of an element; whole: the number of elements that a depth is a multiple of; parts: the
 // elements whose sum a packed value is. A packed row holds its parts one behind another.
 //
 //   value(n, e)   which value of a row is the e-th of element n
-//   along(x)      the elements of a row from `depth` vectors of it
-//   across(x)     from the same vector of `depth` rows, the elements whose values are of one column
+//   along(x)      the elements of a row from `per_elem` vectors of it
+//   across(x)     from the same vector of `per_elem` rows, the elements whose values are of one column
 template <typename T>
 struct Plain {
   using Acc = T;
   using Elem = T;
-  static constexpr int depth = 1, whole = 1, parts = 1;
+  static constexpr int per_elem = 1, whole = 1, parts = 1;
   static TXL_INLINE Vec<T> step(Vec<T> acc, Vec<T> a, Vec<T> b) { return acc + a * b; }
   static TXL_INLINE int64_t value(int64_t n, int) { return n; }
   static TXL_INLINE Parts<T, 1> along(const Vec<T> (&x)[1]) { return {{x[0]}}; }
@@ -343,7 +353,7 @@ TXL_INLINE Vec<float> second_of(Vec<uint32_t> pairs) { return bits<Vec<float>>(p
 struct Bf16Pair {  // two neighbours of the depth; fp32 accumulators
   using Acc = float;
   using Elem = uint32_t;
-  static constexpr int depth = 2, whole = 1, parts = 1;
+  static constexpr int per_elem = 2, whole = 1, parts = 1;
   static TXL_INLINE Vec<float> step(Vec<float> acc, Vec<uint32_t> a, Vec<uint32_t> b) {
     return _mm512_dpbf16_ps(acc, bits<__m512bh>(a), bits<__m512bh>(b));
   }
@@ -374,7 +384,7 @@ struct Bf16Tiles : Bf16Pair {  // the same operands, multiplied by whole tiles (
 struct SplitTiles {
   using Acc = float;
   using Elem = uint32_t;
-  static constexpr int depth = 2, whole = 16, parts = 3;
+  static constexpr int per_elem = 2, whole = 16, parts = 3;
   static TXL_INLINE int64_t value(int64_t n, int e) {
     constexpr int W = kLanes<float>;
     return n / W * (2 * W) + n % W + e * W;
