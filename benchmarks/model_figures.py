@@ -100,7 +100,7 @@ def table(figures: list[Figure], titles: tuple[str, str]) -> str:
     for f in figures:
         ratio = "" if f.ratio is None else f"{f.ratio:,.4g}x"
         target = "" if f.target is None else f"{f.target:,g}x"
-        notes = "; ".join(filter(None, (f.rival_is if f.ratio else "", f.remark)))
+        notes = "; ".join(filter(None, ("" if f.ratio is None else f.rival_is, f.remark)))
         verdict = f"{f.verdict} ({notes})" if notes else f.verdict
         rows.append((f.name, _value(f.ours, f.unit), _value(f.rival, f.unit), ratio, target, verdict))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -47,10 +47,8 @@ class Backend:
         return [pytest.mark.gpu] if self.device == "cuda" else []
 
 
-# Triton's kernels run on CPU tensors (the interpreter has no bfloat16), where the environment says so: then
-# up to so many tiles of 64 x 64.
-INTERPRETED_TILES = 8
-# So do the CUDA kernels, built by tests/cuda_emulation/build_emulation.py; the variable names the library.
+# Triton's kernels run on CPU tensors, where the environment says so; the interpreter has no bfloat16. So do
+# the CUDA kernels, built by tests/cuda_emulation/build_emulation.py; the variable names the library.
 # float16, which takes bfloat16's instructions by other names, is left to test_cuda.py there.
 EMULATED = bool(os.environ.get("TXL_CUDA_EMULATION"))
 
@@ -170,22 +168,26 @@ def allowed(B, L, K, *, causal=True, window_size=(-1, -1), key_range=None, **_) 
     return seen
 
 
+def rows_of_r(L: int, K: int, N: int, r_zero: int) -> torch.Tensor:
+    """The row of r that stands for d(i, j) [L, K]."""
+    return (r_zero - distances(L, K)).clamp(0, N - 1)
+
+
 # ---- run, compare ------------------------------------------------------------------------------------------
+
+
+def no_room(backend: Backend, q: torch.Tensor) -> str | None:
+    """Why rows as long as q's, which not all GPUs have room for, cannot be tested here; None if they can."""
+    wide = backend.name == "cuda" and q.shape[-1] * q.dtype.itemsize > cuda._WIDE_ROW
+    return cuda.unsupported(q.device, q.dtype, q.shape[-1]) if wide else None
 
 
 def run(attention, tensors: dict, dout: torch.Tensor | None = None, **options) -> dict[str, torch.Tensor]:
     """out and lse of `attention` (a Backend, or a function such as `reference`), and for a `dout` the
     gradient of every input as "dq", ..., "dbias_v"."""
     if isinstance(attention, Backend):
-        q = tensors["q"]
-        wide = attention.name == "cuda" and q.shape[-1] * q.dtype.itemsize > cuda._WIDE_ROW
-        if wide and (reason := cuda.unsupported(q.device, q.dtype, q.shape[-1])):  # not all GPUs have room
+        if reason := no_room(attention, tensors["q"]):
             pytest.skip(reason)
-        if INTERPRET and attention.name == "triton":
-            B, H, L, _ = tensors["q"].shape
-            tiles = B * H * math.ceil(L / 64) * math.ceil(tensors["k"].shape[2] / 64)
-            if tiles > INTERPRETED_TILES:
-                pytest.skip(f"Triton's interpreter is slow: {tiles} tiles of 64 x 64")
         attention = functools.partial(rel_attention, backend=attention.name)
     leaves = {
         n: None if t is None else t.detach().requires_grad_(dout is not None) for n, t in tensors.items()
@@ -267,6 +269,8 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         assert largest <= 2 * plain_largest + floor + relative, (
             f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
         )
+        if name == "lse" and dtype in (bf16, f16):  # which plain PyTorch rounds it to, kernels do not
+            assert largest <= torch.finfo(dtype).eps, f"lse: error of {largest:.3g} of the largest value"
         # The mean of a few numbers is as much a matter of luck as the largest of them. And dP - dO.out, where
         # a softmax is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which
         # backward is given, remains.
@@ -342,6 +346,32 @@ def poison(on: bool = True):
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+def peak_growth(call) -> tuple[int, object]:
+    """By how many bytes resident memory is larger at its peak during a call than before; and what the call
+    returns. In a process of its own, on Linux."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+    before = resident("VmRSS")
+    with contextlib.suppress(OSError):  # then the peak may be an earlier, higher one: never too low
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak again
+    result = call()
+    return resident("VmHWM") - before, result
+
+
+def allocations(call) -> list[int]:
+    """Bytes of every buffer that torch's allocator for the CPU hands out during a call, least first; what C++
+    allocates included."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    return sorted(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0)
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------

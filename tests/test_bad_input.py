@@ -177,6 +177,18 @@ def test_seeds_are_64_bits_signed_or_not(backend):
     assert torch.equal(signed, unsigned)
 
 
+def test_whose_need_a_dtype_is():
+    """It is fine for another backend, or autocast has made it of the user's."""
+    q = tensor(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=r"q: got torch\.float64 on cpu, backend 'triton' needs one of"):
+        rel_attention(q.double(), q.double(), q.double(), q[0].double(), backend="triton")
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(TypeError, match=r"torch\.float32, cast to torch\.float16 by autocast, on cpu"),
+    ):
+        rel_attention(q, q, q, q[0])
+
+
 def test_tensors_a_backend_has_no_kernel_for():
     """The dtype is fine elsewhere, the device is not the backend's: says which backend and what it needs."""
     q = tensor(1, 1, 2, 4, device="meta")

@@ -16,6 +16,7 @@ pytest.importorskip("tqdm", reason="the benchmarks need it: pip install -e '.[be
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_attn
+import bench_layers
 import measure
 import must_reach
 import rivals
@@ -499,3 +500,25 @@ def test_wrong_numbers_reach_nothing(monkeypatch):
     monkeypatch.setattr(must_reach, "BACKEND", wrong)
     with pytest.raises(ArithmeticError, match="WRONG"):
         must_reach.gemm_fraction(Problem(6, 20, heads=2, d_head=8), FORWARD)(1)
+
+
+# ---- bench_layers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_beside_torchs(capsys, tmp_path, dtype):
+    path = tmp_path / "layers.json"
+    assert bench_layers.main(["--dtype", dtype, "--repeat", "2", "--json", str(path)]) == 0
+    lines = json.loads(path.read_text())["ms"]
+    assert len(lines) == len(bench_layers.ROWS) * len(bench_layers.WEIGHTS) + 1
+    out = capsys.readouterr().out
+    for line in lines:
+        assert line["ours"] > 0 and line["torch"] > 0
+        assert line_of(out, line["name"]).endswith("x")
+
+
+@pytest.mark.parametrize("name", ["linear", "dropout"])
+def test_wrong_layers_are_not_timed(monkeypatch, name):
+    monkeypatch.setattr(bench_layers, name, lambda x, other: x[:, :1].expand(len(x), 2048) * 0)
+    with pytest.raises(ArithmeticError, match=f"{name} is WRONG"):
+        bench_layers.main(["--repeat", "1"])

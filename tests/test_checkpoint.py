@@ -391,6 +391,22 @@ def test_load_from_a_run(finished, copy):
         load_model(newest(copy))
 
 
+def test_the_best_is_not_the_newest(tmp_path):
+    """Of three evaluations the second is the best."""
+    values = iter((2.0, 1.0, 3.0))
+    seen = []
+
+    def evaluator(model, progress):
+        seen.append({name: t.clone() for name, t in model.state_dict().items()})
+        return next(values)
+
+    run(tmp_path / "run", evaluator=evaluator)
+    best = load_model(tmp_path / "run").state_dict()
+    assert all(torch.equal(x, best[name]) for name, x in seen[1].items())
+    others = [seen[0], seen[2], load_model(newest(tmp_path / "run")).state_dict()]
+    assert not any(torch.equal(weights["bias_u"], best["bias_u"]) for weights in others)
+
+
 def test_saving_that_fails_leaves_the_model_that_was_there(tmp_path, monkeypatch):
     first, second = (TransformerXL(model_config()) for _ in range(2))
     save_model(first, tmp_path)

@@ -86,8 +86,8 @@ def test_the_ends_of_p(relu):
 @both
 def test_what_is_not_a_number_stays(relu):
     x = torch.full((100,), float("nan"))
-    y = dropout(x, 0.5, relu)
-    assert y.isnan().any()
+    kept = dropout(x, 0.5, relu).isnan().sum().item()
+    assert 25 <= kept <= 75, "what is dropped is 0, the rest as it was"
 
 
 @both

@@ -7,18 +7,20 @@ import os
 import pytest
 import torch
 from helpers import (
+    INTERPRET,
     allowed,
     assert_accurate,
     each_dtype,
     inputs,
     inside_larger,
     key_range,
+    no_room,
     plain,
     randn_like,
     run,
     truth,
 )
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 
@@ -54,6 +56,7 @@ def problems(draw):
 def matches(backend, dtype, problem):
     sizes, options, sliced = problem
     tensors = inputs(**sizes, dtype=dtype, device=backend.device)
+    assume(not no_room(backend, tensors["q"]))  # `run` would skip the test, the examples to come with it
     options = {n: o.to(backend.device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
     dout = randn_like(tensors["q"])
     given_tensors = {n: inside_larger(t) if sliced and t is not None else t for n, t in tensors.items()}
@@ -62,6 +65,8 @@ def matches(backend, dtype, problem):
     empty = ~allowed(sizes["B"], sizes["L"], sizes["K"], **options).any(-1).expand(got["lse"].shape)
     assert torch.equal(got["lse"].cpu() == -torch.inf, empty)
 
+
+EXAMPLES = 24 if INTERPRET else 120  # Triton's interpreter is slow
 
 # The same examples on every machine; no shrinking limit by the clock.
 SETTINGS = dict(
@@ -74,7 +79,7 @@ SETTINGS = dict(
 
 
 @pytest.mark.parametrize("backend, dtype", each_dtype())
-@settings(max_examples=120, **SETTINGS)
+@settings(max_examples=EXAMPLES, **SETTINGS)
 @given(problem=problems())
 def test_any_valid_call(backend, dtype, problem):
     matches(backend, dtype, problem)

@@ -291,18 +291,8 @@ def test_bad_input():
 # ----------------------------------------------------------------------------------------------------- memory
 
 
-def allocations(call) -> list[int]:
-    """Bytes of every buffer that torch's allocator hands out during a call, kernels' own included."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        call()
-    events = profile.profiler.kineto_results.events()
-    return sorted(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0)
-
-
 def test_what_is_measured():
-    assert allocations(lambda: torch.cat([torch.ones(300), torch.ones(200)]))[-1] >= 4 * 500
+    assert helpers.allocations(lambda: torch.cat([torch.ones(300), torch.ones(200)]))[-1] >= 4 * 500
 
 
 @pytest.mark.parametrize("fields", RELATIVE)
@@ -317,7 +307,7 @@ def test_a_step_allocates_nothing_that_grows_with_the_memory(backend, fields):
         steps = generate(model, [list(range(40)) * 30], 5, mem_len=mem_len, seed=1)
         next(steps)
         next(steps)
-        by_length.append(allocations(functools.partial(next, steps)))
+        by_length.append(helpers.allocations(functools.partial(next, steps)))
     smallest_memory = 250 * model.config.n_head * model.config.d_head * 4
     assert max(by_length[1]) < smallest_memory
     assert by_length[0] == by_length[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -27,6 +28,14 @@ def test_the_cpu_kernels_are_built():
     assert why_not("cpu") is None
 
 
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_the_backend_asked_for_runs(name):
+    """Where the environment asks for its kernels on the CPU."""
+    if not {"triton": INTERPRET, "cuda": EMULATED}[name]:
+        pytest.skip("needs TRITON_INTERPRET=1, or TXL_CUDA_EMULATION")
+    assert why_not(name) is None
+
+
 OPTIONAL = ("triton", "matplotlib", "tqdm", "numpy", "transformers", "pybind11", "ninja", "hypothesis")
 
 
@@ -42,7 +51,8 @@ def test_without_optional_parts(names):
         "txl_kernels.__main__.main()\n"
     )
     assert "[1, 1, 2, 4]" in done.stdout
-    assert ("missing" in done.stdout) == ("txl_kernels._build_info" in names)
+    built = importlib.util.find_spec("txl_kernels._build_info")  # where Python's headers are
+    assert ("missing" in done.stdout) == (not built or "txl_kernels._build_info" in names)
 
 
 def test_import_is_light():
@@ -123,15 +133,6 @@ def test_library_of_another_torch(copy):
     said = complain(copy)
     for text in (said["ERRORS"], said["REASON"]):
         assert "undefined symbol" in text and "symbol_of_another_torch" in text
-
-
-def test_backend_of_no_version():
-    """A backend that this version does not have, or whose device is absent, says so by its name."""
-    for name in ("triton", "cuda"):
-        reason = why_not(name)
-        if reason in (None, "no CUDA device"):
-            continue
-        assert name in reason
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])

@@ -11,11 +11,11 @@ from helpers import (
     assert_same_bits,
     assert_untouched,
     check,
-    distances,
     each_dtype,
     inputs,
     key_range,
     randn_like,
+    rows_of_r,
     run,
 )
 
@@ -181,7 +181,7 @@ def test_nan_in_r_reaches_the_rows_that_use_it_alone(backend, dtype, mask, N):
     r_zero = N - 1 if options.get("causal", True) else N // 2
     tensors = inputs(B=1, H=2, L=L, K=K, D=24, N=N, dtype=dtype, device=backend.device)
     clean = run(backend, tensors, r_zero=r_zero, **options)
-    rows = (r_zero - distances(L, K)).clamp(0, N - 1)  # [L, K]
+    rows = rows_of_r(L, K, N, r_zero)
     seen = allowed(1, L, K, **options)[0, 0]
     for row in {0, N // 3, N // 2, max(0, N - 6), N - 1}:
         spoilt = dict(tensors, r=tensors["r"].clone())
@@ -230,7 +230,7 @@ def test_keys_nobody_sees(backend, dtype, mask):
     assert (got["dk"][:, :, unseen] == 0).all() and (got["dv"][:, :, unseen] == 0).all()
     rows = torch.arange(tensors["r"].shape[1])
     r_zero = len(rows) - 1 if causal else len(rows) - L
-    used = (r_zero - distances(L, K)).clamp(0, len(rows) - 1)[allowed(1, L, K, **options)[0, 0]].unique()
+    used = rows_of_r(L, K, len(rows), r_zero)[allowed(1, L, K, **options)[0, 0]].unique()
     unused = torch.ones(len(rows), dtype=torch.bool).index_fill(0, used, False)
     assert (got["dr"][:, unused] == 0).all()
     assert (got["dr"][:, ~unused] != 0).any(-1).all()
@@ -267,3 +267,87 @@ def test_dout_of_rows_that_see_nothing_is_not_read(backend, dtype):
     got = run(backend, tensors, dout, key_range=ranges)
     for name in got:
         assert_untouched(got[name], clean[name], dtype)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(), {}),
+        (dict(N=90), {}),
+        (dict(), dict(window_size=(64, 0))),
+        (dict(), dict(window_size=(20, 20), causal=False)),
+        (dict(N=200), dict(causal=False, r_zero=80)),
+        (dict(), dict(key_range=(5, 170))),
+        (dict(D=64), {}),
+        (dict(D=100), dict(window_size=(100, 30), causal=False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_gradients_reach_exactly_what_is_seen(backend, dtype, sizes, options):
+    """A gradient that arrives at one query alone goes on to the keys it sees and the rows of r it uses; where
+    one key alone has a value, to the queries that see it. No other test finds a pair too many or too few in
+    gradients of 16 bits."""
+    L, K = 113, 203
+    sizes = dict(dict(B=1, H=1, L=L, K=K, D=24, causal=options.get("causal", True)), **sizes)
+    if "key_range" in options:
+        options = dict(options, key_range=key_range(options["key_range"], device=backend.device))
+    seen = allowed(1, L, K, **options)[0, 0]
+    tensors = inputs(**sizes, dtype=dtype, device=backend.device, scale=0.3)
+    dout = randn_like(tensors["q"])
+
+    for i in (0, 31, 64, 112):
+        alone = torch.zeros_like(dout)
+        alone[:, :, i] = dout[:, :, i]
+        got = {n: t.cpu()[0].squeeze(0) != 0 for n, t in run(backend, tensors, alone, **options).items()}
+        N = tensors["r"].shape[1]
+        r_zero = options.get("r_zero", N - 1 if sizes["causal"] else N - L)
+        rows = rows_of_r(L, K, N, r_zero)[i, seen[i]]
+        used = torch.zeros(N, dtype=torch.bool).index_fill(0, rows, True)
+        assert torch.equal(got["dk"].any(-1), seen[i]), f"dk of query {i}"
+        assert torch.equal(got["dv"].any(-1), seen[i]), f"dv of query {i}"
+        assert torch.equal(got["dr"].any(-1), used), f"dr of query {i}"
+        assert torch.equal(got["dq"].any(-1), torch.arange(L) == i), f"dq of query {i}"
+    for j in (0, 63, 150, 202):
+        alone = torch.zeros_like(tensors["v"])
+        alone[:, :, j] = tensors["v"][:, :, j]
+        dq = run(backend, dict(tensors, v=alone), dout, **options)["dq"].cpu()[0, 0]
+        assert torch.equal((dq != 0).any(-1), seen[:, j]), f"dq by key {j}"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "r", "dout"])
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if not p.id.startswith("reference")])
+def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(backend, dtype, name, value):
+    """A row of one head: the queries that see it pass it on to the keys and rows of r that they see. (The
+    reference's gradients are autograd's, which multiplies NaN by the zeros of what is hidden.)"""
+    L, K, row = 70, 150, 61
+    tensors = inputs(B=1, H=2, L=L, K=K, D=24, dtype=dtype, device=backend.device, scale=0.3)
+    dout = randn_like(tensors["q"])
+    options = dict(window_size=(40, 0))
+    seen = allowed(1, L, K, **options)[0, 0]
+    row_of_r = rows_of_r(L, K, K, K - 1)
+    reached = {
+        "q": torch.arange(L) == row,
+        "k": seen[:, row],
+        "v": seen[:, row],
+        "r": (seen & (row_of_r == K - 1 - 30)).any(1),
+        "dout": torch.arange(L) == row,
+    }[name]
+    keys = seen[reached].any(0)
+    rows = torch.zeros(K, dtype=torch.bool).index_fill(0, row_of_r[seen & reached[:, None]], True)
+
+    clean = run(backend, tensors, dout, **options)
+    spoilt = {n: t.clone() for n, t in {**tensors, "dout": dout}.items()}
+    spoilt[name].flatten(0, -3)[0, K - 1 - 30 if name == "r" else row] = value
+    got = run(backend, spoilt, spoilt.pop("dout"), **options)
+    for gradient, of in {"dq": reached, "dk": keys, "dv": keys, "dr": rows}.items():
+        if (name, gradient) == ("v", "dv"):
+            of = torch.zeros_like(of)  # values do not matter to probabilities
+        a, b = (results[gradient].cpu().flatten(0, -3) for results in (got, clean))
+        assert not a[0][of].isfinite().all(-1).any(), f"{gradient} of those that see it"
+        assert_untouched(a[0][~of], b[0][~of], dtype)
+        assert_untouched(a[1], b[1], dtype)
+    for gradient in ("dbias_u", "dbias_v"):
+        assert not got[gradient][0].isfinite().all()
+        assert_untouched(got[gradient][1].cpu(), clean[gradient][1].cpu(), dtype)

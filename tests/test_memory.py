@@ -1,4 +1,5 @@
-"""No buffer of order L x K: peak memory of a call in a process of its own, as the system measures it."""
+"""No buffer of order L x K: peak memory of a call in a process of its own, as the system measures it; and of
+the GPU backends, which are not measured so, what they allocate."""
 
 from __future__ import annotations
 
@@ -7,27 +8,22 @@ import sys
 
 import pytest
 import torch
-from helpers import EMULATED, INTERPRET, each_fused, inputs, python
+from helpers import allocations, each_fused, inputs, key_range, python, randn_like, run
 
-MiB = 2**20
+from txl_kernels.reference import reference
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
-    pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: an interpreter's memory tells nothing"),
-    pytest.mark.skipif(EMULATED, reason="TXL_CUDA_EMULATION: an emulation's memory tells nothing"),
-]
+MB = 10**6
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+# Of a GPU the system knows nothing; an interpreter's memory, or an emulation's, tells nothing.
+each_on_cpu = pytest.mark.parametrize("backend", [p for p in each_fused() if p.id == "cpu"])
 
 # Prints the peak of resident memory during the call, less what was resident before it, less the tensors that
 # it returned. The first, small call loads libraries and starts threads.
 MEASURE = """
 import json, sys
 import torch
-from helpers import BACKENDS, inputs, key_range, randn_like, run
-
-def resident(field):
-    for line in open("/proc/self/status"):
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
+from helpers import BACKENDS, inputs, peak_growth, randn_like, run
 
 job = json.loads(sys.argv[1])
 backend = next(b for b in BACKENDS if b.name == job["backend"])
@@ -38,13 +34,8 @@ causal = options.get("causal", True)
 def call(**sizes):
     tensors = inputs(**sizes, causal=causal, dtype=dtype)
     dout = randn_like(tensors["q"]) if job["backward"] else None
-    before = resident("VmRSS")
-    try:
-        open("/proc/self/clear_refs", "w").write("5")  # start the peak again
-    except OSError:
-        pass  # then the peak may be an earlier, higher one: never too low
-    results = run(backend, tensors, dout, **options)
-    return resident("VmHWM") - before, sum(t.nbytes for t in results.values())
+    peak, results = peak_growth(lambda: run(backend, tensors, dout, **options))
+    return peak, sum(t.nbytes for t in results.values())
 
 small = {**job["sizes"], "L": min(40, job["sizes"]["L"]), "K": 90}
 small["N"] = min(small["N"], 90) if small.get("N") else None
@@ -59,10 +50,11 @@ def extra(backend: str, sizes: dict, options=None, dtype="float32", backward=Tru
     return int(python(f"import sys; sys.argv.append({json.dumps(json.dumps(job))})\n" + MEASURE).stdout)
 
 
-SCORES = 8 * 1900 * 3800 * 4  # what one buffer of all scores would take at the issue's shape: 220 MiB
+SCORES = 8 * 1900 * 3800 * 4  # what one buffer of all scores would take at the published shape: 220 MiB
 PUBLISHED = dict(B=1, H=8, L=1900, K=3800, D=64)
 
 
+@linux
 def test_the_measure_sees_a_buffer_of_scores():
     """The reference forms all scores, so it must be caught."""
     sizes = dict(B=1, H=2, L=950, K=1900, D=64)
@@ -80,44 +72,63 @@ def test_the_measure_sees_a_buffer_of_scores():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", each_fused())
+@linux
+@each_on_cpu
 def test_published_shape(backend, options, backward):
-    if backend.device != "cpu":
-        pytest.skip("measured through the operating system")
-    assert extra(backend.name, PUBLISHED, options, backward=backward) < 40 * MiB < SCORES
+    assert extra(backend.name, PUBLISHED, options, backward=backward) < 40 * MB < SCORES
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("backend", each_fused())
+@linux
+@each_on_cpu
 def test_other_dtypes(backend, dtype):
-    if backend.device != "cpu":
-        pytest.skip("measured through the operating system")
-    assert extra(backend.name, dict(PUBLISHED, H=4), dtype=dtype) < 40 * MiB
+    assert extra(backend.name, dict(PUBLISHED, H=4), dtype=dtype) < 40 * MB
 
 
-@pytest.mark.parametrize("backend", each_fused())
+@linux
+@each_on_cpu
 def test_clamp(backend):
-    if backend.device != "cpu":
-        pytest.skip("measured through the operating system")
-    assert extra(backend.name, dict(PUBLISHED, N=1001)) < 40 * MiB
+    assert extra(backend.name, dict(PUBLISHED, N=1001)) < 40 * MB
 
 
-@pytest.mark.parametrize("backend", each_fused())
+@linux
+@each_on_cpu
 def test_long_sequence(backend):
     """One head, 8,192 keys: scores would take 256 MiB; what is needed grows with the length alone."""
-    if backend.device != "cpu":
-        pytest.skip("measured through the operating system")
-    assert extra(backend.name, dict(B=1, H=1, L=8192, K=8192, D=32)) < 40 * MiB
+    assert extra(backend.name, dict(B=1, H=1, L=8192, K=8192, D=32)) < 40 * MB
 
 
 @pytest.mark.parametrize("L", [1, 8])
-@pytest.mark.parametrize("backend", each_fused())
+@linux
+@each_on_cpu
 def test_decode(backend, L):
     """No copy of the memory: k and v take 61 MiB each."""
-    if backend.device != "cpu":
-        pytest.skip("measured through the operating system")
     sizes = dict(B=1, H=8, L=L, K=30_000, D=64)
-    assert extra(backend.name, sizes, backward=False) < 10 * MiB
+    assert extra(backend.name, sizes, backward=False) < 10 * MB
+
+
+# ---- What GPU backends allocate ----------------------------------------------------------------------------
+
+
+LONG = dict(H=1, L=320, K=700, D=16)
+PAIRS = LONG["L"] * LONG["K"]
+
+
+def test_allocations_are_seen():
+    """The reference forms all scores, so they must be."""
+    assert allocations(lambda: reference(*inputs(**LONG).values()))[-1] >= 4 * PAIRS
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "backend", [p for p in each_fused() if p.id != "cpu" and p.values[0].device == "cpu"]
+)
+def test_gpu_backends_allocate_nothing_of_the_size_of_scores(backend, dropout_p):
+    """Where they run on the CPU. A GPU's memory is measured in test_triton_gpu.py."""
+    tensors = inputs(**LONG, dtype=backend.dtypes[0])
+    options = dict(key_range=key_range((7, LONG["K"] - 3)), dropout_p=dropout_p, dropout_seed=1)
+    taken = allocations(lambda: run(backend, tensors, randn_like(tensors["q"]), **options))
+    assert tensors["q"].nbytes <= taken[-1] < PAIRS
 
 
 # ---- uninitialised memory ----------------------------------------------------------------------------------

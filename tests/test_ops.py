@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import (
@@ -179,6 +182,9 @@ def test_compile_without_graph_breaks(backend, name):
     )
 
 
+@pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="Inductor needs Python's headers"
+)
 @pytest.mark.parametrize("backend", each_fused())
 def test_compile_with_inductor(backend):
     """Around the op there is something to fuse: a projection before, a sum after."""
@@ -388,7 +394,9 @@ def test_inputs_changed_after_forward_are_noticed(backend):
         }
         weight = torch.ones((), device=backend.device, requires_grad=True)
         out = rel_attention(
-            **{n: t * weight for n, t in tensors.items() if n != name}, **{name: tensors[name]}
+            **{n: t * weight for n, t in tensors.items() if n != name},
+            **{name: tensors[name]},
+            backend=backend.name,
         )
         tensors[name].add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -14,8 +14,10 @@ from helpers import (
     f64,
     inputs,
     key_range,
+    plain,
     randn_like,
     run,
+    truth,
 )
 from torch.autograd import gradcheck
 
@@ -126,6 +128,21 @@ ACCURACY = [
 def test_as_accurate_as_plain_pytorch(backend, dtype, sizes, options):
     tensors = inputs(**sizes, causal=options.get("causal", True), dtype=dtype, device=backend.device)
     check(backend, tensors, **options_on(backend.device, options))
+
+
+@pytest.mark.parametrize("sizes, options", [case for case in ACCURACY if case[0]["L"] > 60], ids=str)
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if not p.id.endswith("float64")])
+def test_at_most_twice_the_error_of_plain_pytorch(backend, dtype, sizes, options):
+    """Of a thousand numbers and more, where luck has no part: root mean squares, and no allowance."""
+    tensors = inputs(**sizes, causal=options.get("causal", True), dtype=dtype, device=backend.device)
+    dout, options = randn_like(tensors["q"]), options_on(backend.device, options)
+    exact, rounded = truth(tensors, dout, **options), plain(tensors, dout, **options)
+    got = run(backend, tensors, dout, **options)
+    names = [name for name in got if got[name].numel() >= 1000]
+    assert "out" in names and "dq" in names
+    for name in names:
+        ours, plains = ((x[name].double().cpu() - exact[name]).square().mean().sqrt() for x in (got, rounded))
+        assert ours <= 2 * plains, f"{name}: {ours:.3g}, plain {dtype} makes {plains:.3g}"
 
 
 @pytest.mark.parametrize("L", [1, 5, 9, 70])
