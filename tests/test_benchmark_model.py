@@ -259,6 +259,13 @@ def test_the_target_is_for_the_rival_as_it_comes():
     assert "compiled 3,000 ms: 1.5x" in line and "pass" in line
 
 
+def test_a_rival_too_small_to_be_seen_is_named():
+    """The peak memory of a few tokens may be below a page."""
+    figure = Figure("a figure", "MB", ours=4.0, rival=0.0, rival_is="eager")
+    line = model_figures.table([figure], ("ours", "theirs")).splitlines()[1]
+    assert "0.00 MB" in line and "no target at these sizes (eager)" in line
+
+
 @pytest.mark.parametrize("main", [bench_model.main, bench_eval.main])
 def test_help_and_bad_arguments(capsys, main):
     with pytest.raises(SystemExit) as stop:
