@@ -18,13 +18,29 @@ enum class A { rows, columns };
 
 constexpr int kLineBytes = 64;  // of the cache
 
-// ahead: depth cache lines to bring near meanwhile, or null.
-template <class C, A layout, int kM, int kN>
-TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::Elem* a, int64_t lda,
+template <int N>
+using Size = std::integral_constant<int, N>;
+
+// Steps of the depth that are written out one behind another: where vectors are short, the loop itself and
+// fetching would take a good part of what a step takes.
+constexpr int kSteps = kLong ? 1 : 4;
+
+// A pitch that is known when this is compiled, as a type where vectors are short: then one register addresses
+// all of A.
+template <int N>
+constexpr auto known_pitch() {
+  if constexpr (kLong)
+    return int64_t{N};
+  else
+    return Size<N>{};
+}
+
+// ahead: depth / kSteps cache lines to bring near meanwhile, or null. Pitch: int64_t or known_pitch's.
+template <class C, A layout, int kM, int kN, class Pitch>
+TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::Elem* a, Pitch lda,
                          const typename C::Elem* b, int64_t ldb, int64_t depth, const char* ahead = nullptr) {
   using Elem = typename C::Elem;
-  for (int64_t k = 0; k < depth; ++k) {
-    if (kLong && ahead) __builtin_prefetch(ahead + k * kLineBytes, 0, 2);
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
     Vec<Elem> row[kN];
     TXL_UNROLL
     for (int n = 0; n < kN; ++n) row[n] = load(b + k * ldb + n * kLanes<Elem>);
@@ -34,11 +50,16 @@ TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::
       TXL_UNROLL
       for (int n = 0; n < kN; ++n) acc[m][n] = C::step(acc[m][n], x, row[n]);
     }
+  };
+  int64_t k = 0;
+  for (; k + kSteps <= depth; k += kSteps) {
+    if (ahead) __builtin_prefetch(ahead + k / kSteps * kLineBytes, 0, 2);
+    TXL_UNROLL
+    for (int e = 0; e < kSteps; ++e) step(k + e);
   }
+  if constexpr (kSteps > 1)
+    for (; k < depth; ++k) step(k);
 }
-
-template <int N>
-using Size = std::integral_constant<int, N>;
 
 // f(Size<n>) for a run-time n in [1, kMax].
 template <int kMax, class F>
@@ -83,8 +104,8 @@ constexpr int64_t a_pitch(int64_t depth) {
 }
 
 // C[rows, columns] += A B, the columns padded to whole vectors; c must have that padding.
-template <class C, A layout, int kM, int kN>
-__attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_t lda,
+template <class C, A layout, int kM, int kN, class Pitch>
+__attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch lda,
                                                const typename C::Elem* b, int64_t ldb, int64_t depth,
                                                typename C::Acc* c, int64_t ldc) {
   using T = typename C::Acc;
@@ -99,9 +120,9 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, int64_
 }
 
 // ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
-template <class C, A layout>
+template <class C, A layout, class Pitch>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
-                            int64_t lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
+                            Pitch lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
                             int64_t ldc, [[maybe_unused]] const typename C::Elem* ahead = nullptr) {
   using T = typename C::Acc;
   if constexpr (kTiled<C>) {
@@ -151,8 +172,8 @@ struct Store {
   }
 };
 
-template <class C, int kM, class F>
-__attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int64_t lda, int64_t depth,
+template <class C, int kM, class Pitch, class F>
+__attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitch lda, int64_t depth,
                                                  const typename C::Elem* panel,
                                                  const Start<typename C::Acc>& start, int64_t m0, F finish) {
   using T = typename C::Acc;
@@ -160,9 +181,9 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int6
   // The first groups of rows fetch the panel behind this one, each some of it: the next to be used, mostly.
   const auto* next = reinterpret_cast<const char*>(panel + kPanel<C> * depth);
   const int64_t group = m0 / kM;
-  const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel));
+  const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel)) * kSteps;
   multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth,
-                       fetches ? next + group * depth * kLineBytes : nullptr);
+                       fetches ? next + group * (depth / kSteps) * kLineBytes : nullptr);
   // Added last: products need not wait for it.
   if (start.data) {
     TXL_UNROLL
@@ -180,8 +201,8 @@ constexpr bool kApart = kTiled<C> || !kLong;
 
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
 // tile: [rows][kPanel], used where kApart. What tiles store starts at zero.
-template <class C, class F>
-TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t lda, int64_t depth,
+template <class C, class Pitch, class F>
+TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda, int64_t depth,
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
                               typename C::Acc* tile, F finish) {
   using T = typename C::Acc;
