@@ -90,8 +90,8 @@ class DecodeKernel {
   }
 
   // Rows are read from both halves of the keys in turns, one by one: while one half's next page is looked up,
-  // the other's lines still come. This many are in the first; where vectors are short, all of them.
-  static int64_t half_of(int64_t keys) { return kLong ? min(round_up((keys + 1) / 2, W), keys) : keys; }
+  // the other's lines still come. This many are in the first.
+  static int64_t half_of(int64_t keys) { return min(round_up((keys + 1) / 2, W), keys); }
 
   // Vector n of a row into the second level of cache, line by line: where vectors are long, the hardware's
   // own prefetching is too late at every page.
