@@ -132,21 +132,24 @@ def test_as_accurate_as_plain_pytorch(backend, dtype, sizes, options):
 
 @pytest.mark.parametrize("sizes, options", [case for case in ACCURACY if case[0]["L"] > 60], ids=str)
 @pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if not p.id.endswith("float64")])
-def test_at_most_twice_the_error_of_plain_pytorch(request, backend, dtype, sizes, options):
-    """Of a thousand numbers and more, where luck has no part: root mean squares, and no allowance."""
-    short_vectors = backend.name == "cpu" and torch.ops.txl_kernels.cpu_level() in ("baseline", "avx2")
-    if short_vectors and (dtype, sizes.get("N"), sizes["D"]) == (torch.float32, 33, 256):
-        reason = "a defect: dr has 2.06 times plain PyTorch's error, by its row for all far keys"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
-    tensors = inputs(**sizes, causal=options.get("causal", True), dtype=dtype, device=backend.device)
-    dout, options = randn_like(tensors["q"]), options_on(backend.device, options)
-    exact, rounded = truth(tensors, dout, **options), plain(tensors, dout, **options)
-    got = run(backend, tensors, dout, **options)
-    names = [name for name in got if got[name].numel() >= 1000]
-    assert "out" in names and "dq" in names
-    for name in names:
-        ours, plains = ((x[name].double().cpu() - exact[name]).square().mean().sqrt() for x in (got, rounded))
-        assert ours <= 2 * plains, f"{name}: {ours:.3g}, plain {dtype} makes {plains:.3g}"
+def test_at_most_twice_the_error_of_plain_pytorch(backend, dtype, sizes, options):
+    """Of a thousand numbers and more, where luck has little part: root mean squares, and no allowance. It has
+    some: gradients of few rows of r hang together. So, where that takes no time, for several draws."""
+    options = options_on(backend.device, options)
+    for seed in range(4 if backend.name == "cpu" else 1):
+        tensors = inputs(
+            **sizes, causal=options.get("causal", True), dtype=dtype, device=backend.device, seed=seed
+        )
+        dout = randn_like(tensors["q"], seed=seed + 1)
+        exact, rounded = truth(tensors, dout, **options), plain(tensors, dout, **options)
+        got = run(backend, tensors, dout, **options)
+        names = [name for name in got if got[name].numel() >= 1000]
+        assert "out" in names and "dq" in names
+        for name in names:
+            ours, plains = (
+                (x[name].double().cpu() - exact[name]).square().mean().sqrt() for x in (got, rounded)
+            )
+            assert ours <= 2 * plains, f"{name}, seed {seed}: {ours:.3g}, plain {dtype} makes {plains:.3g}"
 
 
 @pytest.mark.parametrize("L", [1, 5, 9, 70])

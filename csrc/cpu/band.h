@@ -122,7 +122,7 @@ class BandWindow {
   static constexpr int kWidth = kPanel<C>;
   // Whole cache lines, an odd number of them.
   static constexpr int64_t kPitch = (kChunkKeys + kBlockRows + 3 * kWidth + 15) / 16 * 16 | 16;
-  static constexpr int64_t kFarPitch = kLanes<T>;
+  static constexpr int64_t kFarPitch = kLanes<T>, kFarElems = C::parts * kLanes<Elem>;
   static constexpr int64_t kElements = kBlockRows * (kPitch + 2 * kFarPitch);
 
   explicit BandWindow(T* memory) : t_(memory), far_(memory + kBlockRows * kPitch) {}
@@ -134,9 +134,12 @@ class BandWindow {
     block_ = &block, columns_ = &columns, qv_ = qv, ldq_ = ldq, depth_ = depth;
     start_ = end_ = 0;
     memset(far_, 0, 2 * kBlockRows * kFarPitch * sizeof(T));
+    const int64_t piece = kTiled<C> ? depth : piece_of(depth);
     for (int side = 0; side < 2; ++side)
-      add_product<C, A::rows>(block.rows, kFarPitch, depth, qv, ldq, side ? far_right : far_left,
-                              C::parts * kLanes<Elem>, far_ + side * kBlockRows * kFarPitch, kFarPitch);
+      for (int64_t k = 0; k < depth; k += piece)
+        add_product<C, A::rows>(block.rows, kFarPitch, min(depth - k, piece), qv + k, ldq,
+                                (side ? far_right : far_left) + k * kFarElems, kFarElems,
+                                far_ + side * kBlockRows * kFarPitch, kFarPitch);
   }
 
   // Makes the columns of the tiles [lo, hi) present; keys come in growing order. panel(c): the packed panel
