@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import interpreter
 import pytest
@@ -13,6 +16,13 @@ if interpreter.INTERPRET:
     interpreter.choose_products()
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS says that it is not deterministic
+
+# torch's compiler keeps its code in a folder that outlives a run, and takes it on another CPU too: made where
+# vectors are long, it computes wrong numbers where they are short (torch 2.13, ATEN_CPU_CAPABILITY=avx2). So
+# each run has a folder of its own, which its workers and the processes it starts inherit.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="txl-tests-compiled-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import helpers
 import torch

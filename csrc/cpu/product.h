@@ -194,9 +194,9 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitc
   finish(acc, m0);
 }
 
-// The steps of the depth after which a sum starts anew, to be added to what it was: about 64. The longer a chain of
-// additions, the larger what is added to, and the more is lost at every step; so for D 256 scores have less than half
-// the error.
+// The steps of the depth after which a sum starts anew, to be added to what it was: about 64. The longer a
+// chain of additions, the larger what is added to, and the more is lost at every step: at D 256 twice as
+// much.
 TXL_INLINE int64_t piece_of(int64_t depth) {
   const int64_t pieces = max((depth + 32) / 64, 1);
   return round_up((depth + pieces - 1) / pieces, kSteps);

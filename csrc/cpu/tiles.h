@@ -54,16 +54,19 @@ template <int t>
 void tile_store(void* p, int64_t pitch) {
   for (int m = 0; m < kTile; ++m) memcpy(static_cast<char*>(p) + m * pitch, tile_register[t][m], 64);
 }
+// Rounds as TDPBF16PS does ("operation" in Intel's manual): first and second halves of pairs are summed
+// apart, from zero.
 template <int c, int a, int b>
 void tile_multiply() {
-  const auto value = [](uint32_t pair, int shift) { return bits<float>(pair >> shift << 16); };
+  const auto value = [](uint32_t pair, int half) { return bits<float>(pair >> 16 * half << 16); };
   for (int m = 0; m < kTile; ++m)
     for (int n = 0; n < kTile; ++n) {
-      float sum = bits<float>(tile_register[c][m][n]);
+      float sum[2] = {};
       for (int k = 0; k < kTile; ++k)
-        for (int shift = 0; shift <= 16; shift += 16)
-          sum += value(tile_register[a][m][k], shift) * value(tile_register[b][k][n], shift);
-      tile_register[c][m][n] = bits<uint32_t>(sum);
+        for (int half = 0; half < 2; ++half)
+          sum[half] += value(tile_register[a][m][k], half) * value(tile_register[b][k][n], half);
+      const float before = bits<float>(tile_register[c][m][n]);
+      tile_register[c][m][n] = bits<uint32_t>(before + (sum[0] + sum[1]));
     }
 }
 
