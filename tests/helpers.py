@@ -52,9 +52,6 @@ class Backend:
 # float16, which takes bfloat16's instructions by other names, is left to test_cuda.py there.
 EMULATED = bool(os.environ.get("TXL_CUDA_EMULATION"))
 
-# Whether kernels run many times slower than they would: then tests that call one often do so less.
-SIMULATED = INTERPRET or EMULATED
-
 # A new backend joins every test by its row here.
 BACKENDS = (
     Backend("reference", "cpu", (f32, f64, bf16)),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers import (
-    SIMULATED,
+    INTERPRET,
     allowed,
     assert_same_bits,
     assert_untouched,
@@ -297,7 +297,7 @@ def test_gradients_reach_exactly_what_is_seen(backend, dtype, sizes, options):
     tensors = inputs(**sizes, dtype=dtype, device=backend.device, scale=0.3)
     dout = randn_like(tensors["q"])
 
-    for i in (31, 112) if SIMULATED else (0, 31, 64, 112):
+    for i in (31, 112) if INTERPRET else (0, 31, 64, 112):
         alone = torch.zeros_like(dout)
         alone[:, :, i] = dout[:, :, i]
         got = {n: t.cpu()[0].squeeze(0) != 0 for n, t in run(backend, tensors, alone, **options).items()}
@@ -309,7 +309,7 @@ def test_gradients_reach_exactly_what_is_seen(backend, dtype, sizes, options):
         assert torch.equal(got["dv"].any(-1), seen[i]), f"dv of query {i}"
         assert torch.equal(got["dr"].any(-1), used), f"dr of query {i}"
         assert torch.equal(got["dq"].any(-1), torch.arange(L) == i), f"dq of query {i}"
-    for j in (63, 150) if SIMULATED else (0, 63, 150, 202):
+    for j in (63, 150) if INTERPRET else (0, 63, 150, 202):
         alone = torch.zeros_like(tensors["v"])
         alone[:, :, j] = tensors["v"][:, :, j]
         dq = run(backend, dict(tensors, v=alone), dout, **options)["dq"].cpu()[0, 0]
