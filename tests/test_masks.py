@@ -13,6 +13,7 @@ from helpers import (
     assert_untouched,
     check,
     each_dtype,
+    f16,
     inputs,
     key_range,
     randn_like,
@@ -316,23 +317,59 @@ def test_gradients_reach_exactly_what_is_seen(backend, dtype, sizes, options):
         assert torch.equal((dq != 0).any(-1), seen[:, j]), f"dq by key {j}"
 
 
+@pytest.mark.parametrize("L", [4, 40, 113])
+@pytest.mark.parametrize(
+    "backend, dtype", [p for p in each_dtype() if not p.id.startswith("reference") and p.values[1] != f16]
+)
+def test_scores_that_overflow_spoil_the_gradients_of_what_is_seen_alone(backend, dtype, L):
+    """Finite inputs: a query whose one key gives an infinite score. Its lse is NaN, for the keys it does not
+    see too."""
+    tensors = inputs(B=1, H=1, L=L, K=L, D=16, dtype=dtype, device=backend.device)
+    huge = torch.finfo(dtype).max ** 0.6
+    tensors["q"][0, 0] /= huge
+    tensors["q"][0, 0, 0] = tensors["k"][0, 0, 0] = huge
+    got = run(backend, tensors, randn_like(tensors["q"]))
+    assert not got["lse"][0, 0, 0].isfinite()
+    rows_of = {"out": 0, "dq": 0, "dk": 0, "dv": 0, "dr": L - 1}
+    for name, row in rows_of.items():
+        spoilt = ~got[name].cpu().flatten(0, -3)[0].isfinite().all(-1)
+        assert spoilt.nonzero().flatten().tolist() == [row], name
+
+
+@pytest.mark.parametrize("size", [1e4, 3e4, 1e5, 1e6])
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith("cpu")])
+def test_huge_scores_have_bounded_gradients(backend, dtype, size):
+    """Where lse is as coarse as the scores' differences, probabilities made from it are still at most 1."""
+    tensors = inputs(B=1, H=1, L=40, K=40, D=32, dtype=dtype, device=backend.device)
+    for name in ("q", "k", "r"):
+        tensors[name] *= size
+    dout = randn_like(tensors["q"])
+    got = run(backend, tensors, dout)
+    assert (got["dv"].abs() <= dout.abs().sum(2, keepdim=True) * 1.01).all()
+    assert all(t.isfinite().all() for t in got.values())
+
+
+@pytest.mark.parametrize("K", [150, 1500])  # within a chunk of keys, and over many
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "r", "dout"])
 @pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if not p.id.startswith("reference")])
-def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(backend, dtype, name, value):
+def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(backend, dtype, name, value, K):
     """A row of one head: the queries that see it pass it on to the keys and rows of r that they see. (The
     reference's gradients are autograd's, which multiplies NaN by the zeros of what is hidden.)"""
-    L, K, row = 70, 150, 61
+    if K > 150 and INTERPRET:
+        pytest.skip("takes long in Triton's interpreter, whose tiles of keys are small anyway")
+    L = 70
+    row = {"q": 61, "k": K - 89, "v": K - 89, "r": K - 31, "dout": 61}[name]
     tensors = inputs(B=1, H=2, L=L, K=K, D=24, dtype=dtype, device=backend.device, scale=0.3)
     dout = randn_like(tensors["q"])
-    options = dict(window_size=(40, 0))
+    options = dict(window_size=(40 if K == 150 else 1200, 0))
     seen = allowed(1, L, K, **options)[0, 0]
     row_of_r = rows_of_r(L, K, K, K - 1)
     reached = {
         "q": torch.arange(L) == row,
         "k": seen[:, row],
         "v": seen[:, row],
-        "r": (seen & (row_of_r == K - 1 - 30)).any(1),
+        "r": (seen & (row_of_r == row)).any(1),
         "dout": torch.arange(L) == row,
     }[name]
     keys = seen[reached].any(0)
@@ -340,7 +377,7 @@ def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(bac
 
     clean = run(backend, tensors, dout, **options)
     spoilt = {n: t.clone() for n, t in {**tensors, "dout": dout}.items()}
-    spoilt[name].flatten(0, -3)[0, K - 1 - 30 if name == "r" else row] = value
+    spoilt[name].flatten(0, -3)[0, row] = value
     got = run(backend, spoilt, spoilt.pop("dout"), **options)
     for gradient, of in {"dq": reached, "dk": keys, "dv": keys, "dr": rows}.items():
         if (name, gradient) == ("v", "dv"):
@@ -348,8 +385,8 @@ def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(bac
         a, b = (results[gradient].cpu().flatten(0, -3) for results in (got, clean))
         assert not a[0][of].isfinite().all(-1).any(), f"{gradient} of those that see it"
         # The CPU sums a block that holds one pair by pair; its products add up dq by pieces.
-        same_bits = not (backend.name == "cpu" and gradient == "dq")
-        assert_untouched(a[0][~of], b[0][~of], dtype, same_bits)
+        roundings = K // 75 if backend.name == "cpu" and gradient == "dq" else 0
+        assert_untouched(a[0][~of], b[0][~of], dtype, roundings)
         assert_untouched(a[1], b[1], dtype)
     for gradient in ("dbias_u", "dbias_v"):
         assert not got[gradient][0].isfinite().all()

@@ -15,12 +15,13 @@
 
 namespace txl::TXL_LEVEL {
 
-// A tile of probabilities, 2^(score - lse), from one of scores.
+// A tile of probabilities, 2^(score - lse), from one of scores. NaN stays NaN. None is above 1: where scores are
+// huge, the difference of two that ought to be 0 is what the last bit is worth, 32 or more.
 template <typename T, int kM, int kN>
 TXL_INLINE void probabilities(Vec<T> (&acc)[kM][kN], const T* lse2) {
   TXL_UNROLL
   for (int m = 0; m < kM; ++m) TXL_UNROLL
-  for (int n = 0; n < kN; ++n) acc[m][n] = exp2(acc[m][n] - lse2[m]);
+  for (int n = 0; n < kN; ++n) acc[m][n] = exp2(vmin(Vec<T>{}, acc[m][n] - lse2[m]));
 }
 
 // A tile of dS from one of dP' = dO v^T: dropped * dP' - p * delta.
@@ -372,6 +373,7 @@ class BackwardKernel {
         score_gradients(block, b, head, window, slope, lo, hi, s);
         if (poisoned) {
           add_carefully(block, lo, hi, s);
+          slope = {};  // nothing is left to carry: the next chunk's band begins with itself
         } else {
           add_content(block, lo, hi, s);
           add_position(block, slope, hi == end, hi, s);
@@ -404,8 +406,9 @@ class BackwardKernel {
       const bool partial = !block.all_see(j, j + kWidth);
       panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * pitch_,
                        window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
-                         if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          probabilities<T>(acc, s.lse2 + m);
+                         // After it: where lse is NaN, keys that the query does not see get 0 all the same.
+                         if (partial) mask_tile<T>(acc, block, m, j, T{});
                          store_tile<T>(s.prob + m * kPitch + (j - lo), kPitch, acc);
                        });
     }

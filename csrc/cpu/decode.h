@@ -192,7 +192,8 @@ class DecodeKernel {
       // Behind the last keys of a half values are fetched: after the range with most keys they are read next.
       const auto rows = [&](int64_t j) -> Rows {
         const int64_t past = j + kAhead - (j < mid ? mid : hi), first = j < mid ? 0 : half_of(keys.size());
-        const S *k_j = k + j * t_.k.row, *r_j = r + p_.band(i, j) * t_.r.row;
+        const S *k_j = k + j * t_.k.row, *r_j = r;
+        if constexpr (has_r) r_j += p_.band(i, j) * t_.r.row;  // far keys' would be anywhere
         if (past < 0) return {k_j, r_j, k_j + kAhead * t_.k.row, r_j + kAhead * t_.r.row};
         return {k_j, r_j, v + (first + past) * t_.v.row, r_j};
       };

@@ -90,14 +90,21 @@ TXL_INLINE Vec<T> lane_index() {
   return v;
 }
 
-// max(a, b), b where they do not compare: one instruction on x86, which the compiler does not always see.
+// max(a, b) and min(a, b), b where they do not compare: one instruction on x86, which the compiler does not always
+// see.
 template <typename V>
 TXL_INLINE V vmax(V a, V b) {
   return a > b ? a : b;
 }
+template <typename V>
+TXL_INLINE V vmin(V a, V b) {
+  return a < b ? a : b;
+}
 #if defined(__AVX2__) && !defined(__AVX512F__)
 TXL_INLINE Vec<float> vmax(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b); }
 TXL_INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) { return _mm256_max_pd(a, b); }
+TXL_INLINE Vec<float> vmin(Vec<float> a, Vec<float> b) { return _mm256_min_ps(a, b); }
+TXL_INLINE Vec<double> vmin(Vec<double> a, Vec<double> b) { return _mm256_min_pd(a, b); }
 #endif
 
 // Whether a > b in any lane.
