@@ -119,6 +119,7 @@ OPTIONS = [
     (dict(scale=tensor(1)), TypeError, ["scale:", "Tensor", "float or None"]),
     (dict(scale=math.nan), ValueError, ["scale:", "nan", "finite"]),
     (dict(scale=-math.inf), ValueError, ["scale:", "-inf", "finite"]),
+    (dict(scale=10**400), ValueError, ["scale:", "1000", "finite"]),
     (dict(dropout_p=1.0), ValueError, ["dropout_p:", "1.0", "0 <= dropout_p < 1"]),
     (dict(dropout_p=-0.1), ValueError, ["dropout_p:", "-0.1", "0 <= dropout_p < 1"]),
     (dict(dropout_p=math.nan), ValueError, ["dropout_p:", "nan", "0 <= dropout_p < 1"]),

@@ -132,6 +132,9 @@ def test_torch_func(kernel_calls):
 
     torch.testing.assert_close(torch.func.grad(loss)(x), 2 * x @ weight.T @ weight, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.vmap(loss)(x), (x @ weight.T).pow(2).sum(1), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(lambda x: linear(x, weight), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, weight.sum(1).expand(6, 3))
     assert not kernel_calls
 
 

@@ -357,6 +357,78 @@ def test_forward_mode_is_refused(backend, requires_grad):
             rel_attention(**{**tensors, "q": dual}, backend=backend.name)
 
 
+@pytest.mark.parametrize("other_requires_grad", [False, True])
+@pytest.mark.parametrize("backend", each_fused())
+def test_forward_mode_is_refused_in_torch_func(backend, other_requires_grad):
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
+    k = tensors.pop("k")
+    tensors["q"].requires_grad_(other_requires_grad)
+
+    def of_keys(k):
+        return rel_attention(**tensors, k=k, backend=backend.name)
+
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(of_keys, (k,), (torch.ones_like(k),))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jacfwd(of_keys)(k)
+    with pytest.raises(Exception, match="forward mode"):
+        torch.compile(
+            lambda k: torch.func.jvp(of_keys, (k,), (torch.ones_like(k),)), backend="eager", fullgraph=True
+        )(k)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_tangents_of_dout_are_refused(backend):
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
+    out = rel_attention(**{**tensors, "v": tensors["v"].requires_grad_()}, backend=backend.name)
+    with torch.autograd.forward_ad.dual_level():
+        dout = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            torch.autograd.grad(out, tensors["v"], dout)
+
+
+def test_reference_has_what_the_errors_say():
+    """Forward mode, and gradients of gradients."""
+    tensors = inputs(B=1, H=2, L=3, K=5, D=4, dtype=f64)
+
+    def attend(*given):
+        return rel_attention(*given, backend="reference")
+
+    given = tuple(tensors.values())
+    tangents = tuple(torch.randn_like(t) for t in given)
+    _, got = torch.func.jvp(attend, given, tangents)
+    step = 1e-6
+    ahead, behind = (
+        attend(*(x + sign * step * t for x, t in zip(given, tangents, strict=True))) for sign in (1, -1)
+    )
+    torch.testing.assert_close(got, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-6)
+    assert torch.autograd.gradgradcheck(attend, tuple(t.requires_grad_() for t in given))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("backend", each_fused())
+def test_vmap(backend, requires_grad):
+    """One call for each entry, by torch's fallback."""
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
+    tensors["k"].requires_grad_(requires_grad)
+    q = tensors.pop("q")
+    qs = torch.stack([q, 2 * q, 3 * q])
+
+    def attend(q):
+        return rel_attention(q, **tensors, backend=backend.name)
+
+    assert torch.equal(torch.vmap(attend)(qs), torch.stack([attend(q) for q in qs]))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_meta_tensors_have_shapes(requires_grad):
+    tensors = inputs(B=2, H=3, L=4, K=6, D=8, device="meta")
+    tensors["k"].requires_grad_(requires_grad)
+    out, lse = rel_attention(**tensors, return_lse=True)
+    assert (out.device.type, out.shape, lse.shape) == ("meta", (2, 3, 4, 8), (2, 3, 4))
+
+
 @pytest.mark.parametrize("backend", each_fused())
 def test_saved_for_backward(backend):
     """q, k, v, r, both biases, out and lse, and nothing larger."""

@@ -23,6 +23,7 @@ _DTYPES_OF_BACKEND: dict[str, tuple[torch.dtype, ...]] = {
 _DTYPES_OF_DEVICE: dict[str, tuple[torch.dtype, ...]] = {"cpu": _CPU_DTYPES, "cuda": _GPU_DTYPES}
 # Offsets on the key axis are added to positions in 64 bits.
 _MAX_OFFSET = 2**62
+_LARGEST = torch.finfo(torch.float64).max
 
 
 @overload
@@ -318,7 +319,7 @@ def _check_options(
     if scale is not None:
         if not isinstance(scale, _NUMBER):
             raise TypeError(f"scale: got {_kind(scale)}, needs a float or None")
-        if not -float("inf") < scale < float("inf"):
+        if not -_LARGEST <= scale <= _LARGEST:
             raise ValueError(f"scale: got {scale}, needs a finite number")
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p: got {_kind(dropout_p)}, needs a float")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
 
@@ -31,14 +32,15 @@ def unavailable() -> str | None:
 
 
 def takes(x: Tensor) -> bool:
-    """A dense tensor on the CPU of one of DTYPES, outside of the compiler. Other kinds (sharded, fake, in
-    torch.func) are torch's."""
+    """A dense tensor on the CPU of one of DTYPES, outside of the compiler and of forward mode's levels. Other
+    kinds (sharded, fake, in torch.func) are torch's."""
     return (
         not torch.compiler.is_compiling()
         and x.is_cpu
         and x.dtype in DTYPES
         and type(x) in _DENSE
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

@@ -5,6 +5,7 @@ Only torch is needed here; a backend's kernels are loaded when an op first runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,17 +44,25 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     than all else around a decode kernel.
     """
     inputs = args[:_N_INPUTS]
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    _refuse_tangents(inputs)
+    if (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
+        or torch._C._are_functorch_transforms_active()
+        or inputs[0].is_meta
     ):
         return _rel_attention(*args)
+    return _forward(*args)
+
+
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """torch itself would take a derivative that it knows no formula for as zero."""
     if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError(
             "forward mode differentiation (jvp) is not supported by rel_attention; backend='reference' has it"
         )
-    return _forward(*args)
 
 
 def _choose(backend: str | None, q: Tensor) -> registry.Backend:
@@ -103,6 +112,7 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | Non
     unused = (None,) * (2 + _N_OPTIONS)  # key_range and dropout_seed, options
     if dout is None:
         return (None,) * 6 + unused
+    _refuse_tangents((dout,))
     *inputs, out, lse = ctx.saved_tensors
     gradients = _rel_attention_backward(dout, *inputs, out, lse, *ctx.options)
     return *registry.wanted(Inputs(*inputs), gradients), *unused

@@ -69,7 +69,9 @@ def visible_keys(
 
 
 class _Finite(torch.autograd.Function):
-    """NaN and infinity replaced by 0; the gradient passes unchanged."""
+    """NaN and infinity replaced by 0; gradients and tangents pass unchanged."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -82,6 +84,10 @@ class _Finite(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].clone()  # torch wants a tensor of its own
 
 
 def _finite(x: Tensor) -> Tensor:
