@@ -30,6 +30,7 @@ from model_figures import Figure
 from torch import Tensor
 
 from txl_model import Memory, TransformerXL, TransformerXLConfig
+from txl_model.config import NOT_SCORED
 from txl_model.convert import from_huggingface
 
 RELEASE = "4.37.2"
@@ -126,7 +127,7 @@ class Ours:
         return out.logits.log_softmax(-1), out.memory
 
     def loss(self, input_ids: Tensor, memory: Memory) -> Tensor:
-        labels = torch.cat([input_ids[:, 1:], torch.full_like(input_ids[:, :1], -100)], dim=1)
+        labels = torch.cat([input_ids[:, 1:], torch.full_like(input_ids[:, :1], NOT_SCORED)], dim=1)
         return self.model(input_ids, memory, labels).loss
 
     def gradients(self) -> dict[str, Tensor]:

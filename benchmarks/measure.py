@@ -27,7 +27,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-INPUTS = ("q", "k", "v", "r", "bias_u", "bias_v")
 FORWARD, BACKWARD, TRAIN, DECODE = "forward", "backward", "forward+backward", "decode"
 
 # Products over the visible pairs: (content, position). Forward: Q K^T and P V; (Q + v) R^T. Backward: the

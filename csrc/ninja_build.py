@@ -53,8 +53,8 @@ AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 # GCC's AVX-512 headers read values they leave undefined (GCC bug 105593). Clang knows the first option only.
 AVX512_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
-# Vector levels above the baseline: name, flags, dtypes (only bf16 gains anything from the last two), and an
-# expression that only a compiler and an assembler that really know the level can build.
+# Vector levels above the baseline: name, flags, the dtypes that gain anything from it, and an expression that
+# only a compiler and an assembler that really know the level can build.
 X86_LEVELS = [
     ("avx2", AVX2_FLAGS, DTYPES, "_mm256_fmadd_ps(__m256(), __m256(), __m256())"),
     ("avx512", AVX512_FLAGS, DTYPES, "_mm512_fmadd_ps(__m512(), __m512(), __m512())"),
@@ -144,13 +144,18 @@ def find_levels(cxx: list[str]) -> dict[str, tuple[list[str], list[str]]]:
 
 def free_memory() -> int:
     """Bytes a build may use: what is free, or less where a container limits it."""
-    limits = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+
+    def number_in(path: str, name: str) -> int:
+        lines = Path(path).read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    free = number_in("/proc/meminfo", "MemAvailable:") * 1024
+    group = "/sys/fs/cgroup/memory"
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
+        limit, used = (int(Path(f"{group}.{name}").read_text()) for name in ("max", "current"))
+        # Files read long ago leave when room is wanted.
+        free = min(free, limit - used + number_in(f"{group}.stat", "inactive_file "))
+    return free
 
 
 def find_jobs() -> int:

@@ -1,10 +1,10 @@
 """A few small calls on a GPU, forward, backward and decode, for compute-sanitizer to watch:
 
     compute-sanitizer --tool memcheck python tests/sanitize_gpu.py
-    compute-sanitizer --tool racecheck python tests/sanitize_gpu.py
+    compute-sanitizer --tool racecheck python tests/sanitize_gpu.py cuda
 
-Few kernels and small sizes, for each is some hundred times slower there. Numbers are compared as well: exit
-status 1 if they are wrong, 2 if no backend for GPUs can run.
+Of all backends for GPUs, or of those named. Few kernels and small sizes, for each is some hundred times
+slower there. Numbers are compared as well: exit status 1 if they are wrong, 2 if no such backend can run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ from __future__ import annotations
 import sys
 
 import torch
-from helpers import RELATIVE, Backend, available, bf16, f32, inputs, key_range, randn_like, run, truth
+from helpers import (
+    BACKENDS,
+    RELATIVE,
+    Backend,
+    available,
+    bf16,
+    f32,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+    truth,
+)
 
 from txl_kernels import cuda
 
@@ -45,9 +57,10 @@ def wrong(backend: Backend, sizes: dict, options: dict) -> bool:
 
 
 def main() -> int:
-    backends = [b for b in available() if b.device == "cuda"]
+    wanted = sys.argv[1:] or [b.name for b in BACKENDS]
+    backends = [b for b in available() if b.device == "cuda" and b.name in wanted]
     if not backends:
-        print("no backend for GPUs can run here", file=sys.stderr)
+        print(f"none of {', '.join(wanted)} can run on a GPU here", file=sys.stderr)
         return 2
     failed = [wrong(backend, *case) for backend in backends for case in CASES]
     if any(b.name == "cuda" for b in backends) and cuda.has_warpgroups(torch.device("cuda")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import sys
 
@@ -101,6 +102,12 @@ def test_unknown_level_is_refused(level):
     )
     assert done.returncode == 1, done.stderr
     assert "TXL_CPU_LEVEL" in done.stderr and level in done.stderr and "baseline" in done.stderr
+    # The report, which is meant to find such things, says so and goes on.
+    done = python(
+        "from txl_kernels import _report\nprint(_report.render(_report.collect()))", TXL_CPU_LEVEL=level
+    )
+    assert re.search(rf"cpu +no: .*TXL_CPU_LEVEL.*{level}", done.stdout), done.stdout
+    assert "triton" in done.stdout
 
 
 @pytest.mark.skipif(why_not("cpu") is not None, reason="the cpu backend is not available")

@@ -140,7 +140,7 @@ def test_infinite_value_reaches_the_rows_that_see_it_alone(backend, dtype, L, va
 @pytest.mark.parametrize("L", [3, 70])
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_infinite_key_reaches_the_rows_that_see_it_alone(backend, dtype, L):
-    """A score of +inf spoils its row: softmax is inf - inf."""
+    """A score of +inf spoils its row: softmax is inf - inf. One of -inf may be a weight of 0."""
     tensors = inputs(B=1, H=1, L=L, K=150, D=24, dtype=dtype, device=backend.device)
     tensors["q"][..., 3] = 1.0  # so that the score has the sign of the key's third element
     tensors["bias_u"][:, 3] = 0.0

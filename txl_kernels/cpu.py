@@ -19,16 +19,14 @@ _OPS = ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout"
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
 _loaded = False
-_reason: str | None = None
 
 
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
-    global _loaded, _reason
-    if not _loaded:
-        _reason = load_library(_LIBRARY, "C++", _OPS, _MEND)
-        _loaded = _reason is None
-    return _reason
+    global _loaded
+    reason = None if _loaded else load_library(_LIBRARY, "C++", _OPS, _MEND)
+    _loaded = reason is None
+    return reason
 
 
 def takes(x: Tensor) -> bool:

@@ -34,18 +34,16 @@ _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
 _loaded = False
-_reason: str | None = None
 
 
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
-    global _loaded, _reason
-    if not _loaded:
-        _reason = load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
-        _loaded = _reason is None
+    global _loaded
+    reason = None if _loaded else load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
+    _loaded = reason is None
     if _loaded and not _EMULATION and not torch.cuda.is_available():
         return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"
-    return _reason
+    return reason
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

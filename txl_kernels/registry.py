@@ -139,7 +139,7 @@ def report() -> dict[str, BackendInfo]:
     for name in _MODULES:
         try:
             infos[name] = BackendInfo(name, True, None, load(name).details())
-        except BackendUnavailable as error:
+        except RuntimeError as error:  # BackendUnavailable, or a setting that it refuses
             infos[name] = BackendInfo(name, False, str(error))
     return infos
 

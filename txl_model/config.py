@@ -10,6 +10,8 @@ from txl_kernels.api import MAX_HEAD_DIM
 from txl_model.fields import Fields, option
 from txl_model.presets import preset
 
+NOT_SCORED = -100  # the label of a prediction that does not count, as torch's cross_entropy has it
+
 
 @dataclass
 class TransformerXLConfig(Fields):

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from txl_model.data.batches import NOT_SCORED
+from txl_model.config import NOT_SCORED
 from txl_model.model import TransformerXL
 
 

@@ -21,7 +21,7 @@ from txl_model import few_tokens
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl_model.attention import Sight
 from txl_model.block import Block
-from txl_model.config import TransformerXLConfig
+from txl_model.config import NOT_SCORED, TransformerXLConfig
 from txl_model.layers import Dropout
 from txl_model.memory import HiddenMemory, KeyValueMemory, KeyValues, Memory, Reading
 from txl_model.positions import last_rows, position_embedding
@@ -205,7 +205,7 @@ class TransformerXL(nn.Module):
         if labels is not None:
             token_losses = self.softmax.token_losses(hidden.flatten(0, 1), labels.flatten(), self.word_emb)
             token_losses = token_losses.view_as(labels)
-            loss = token_losses.sum() / (labels != -100).sum().clamp(min=1)
+            loss = token_losses.sum() / (labels != NOT_SCORED).sum().clamp(min=1)
         new_memory = memory.update(pasts, inputs, ext_len)
         return TransformerXLOutput(hidden, new_memory, token_losses, loss, self._logits)
 
@@ -291,7 +291,7 @@ class TransformerXL(nn.Module):
             if ids.device.type == "cpu" and ids.numel():
                 wrong = (ids < 0) | (ids >= n)
                 if ids is labels:
-                    wrong &= ids != -100
+                    wrong &= ids != NOT_SCORED
                 if wrong.any():
                     raise ValueError(f"{name} must be tokens 0 to {n - 1}, got {ids[wrong][0].item()}")
 

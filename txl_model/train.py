@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from txl_model.checkpoint import CONFIG, Checkpoints, load_weights, reason, replacing, save_model, write
-from txl_model.config import TransformerXLConfig
+from txl_model.config import NOT_SCORED, TransformerXLConfig
 from txl_model.data.batches import Batches
 from txl_model.distributed import Processes, accumulating, parallelize, whole
 from txl_model.log import Log, figures
@@ -234,7 +234,7 @@ class Trainer:
         device = processes.device
         if segment.new_text:
             state.memories = [None] * config.batch_chunk
-        scored = int(processes.sum((segment.labels != -100).sum()))
+        scored = int(processes.sum((segment.labels != NOT_SCORED).sum()))
         # DDP and FSDP2 make the mean of the processes' gradients; wanted is that of the mean loss
         # of all tokens.
         scale = processes.count / max(scored, 1)

@@ -15,8 +15,8 @@
 
 namespace txl::TXL_LEVEL {
 
-// A tile of probabilities, 2^(score - lse), from one of scores. NaN stays NaN. None is above 1: where scores are
-// huge, the difference of two that ought to be 0 is what the last bit is worth, 32 or more.
+// A tile of probabilities, 2^(score - lse), from one of scores. NaN stays NaN. None is above 1: where scores
+// are huge, the difference of two that ought to be 0 is what the last bit is worth, 32 or more.
 template <typename T, int kM, int kN>
 TXL_INLINE void probabilities(Vec<T> (&acc)[kM][kN], const T* lse2) {
   TXL_UNROLL

@@ -90,8 +90,8 @@ TXL_INLINE Vec<T> lane_index() {
   return v;
 }
 
-// max(a, b) and min(a, b), b where they do not compare: one instruction on x86, which the compiler does not always
-// see.
+// max(a, b) and min(a, b), b where they do not compare: one instruction on x86, which the compiler does not
+// always see.
 template <typename V>
 TXL_INLINE V vmax(V a, V b) {
   return a > b ? a : b;

@@ -137,8 +137,9 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
         best = tuner.best_config
         tile = Tile(best.kwargs["BM"], best.kwargs["BN"], best.num_warps, best.num_stages)
         _tuned[key] = tile
-    else:
-        KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch), **_FUSED)
+    # After the tuner too: Triton keeps its code by the options' order, among others, and would load it once
+    # more for the next call, which a CUDA graph may be capturing: no code can be loaded then.
+    KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch), **_FUSED)
     return tile
 
 

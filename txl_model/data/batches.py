@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOT_SCORED = -100
+from txl_model.config import NOT_SCORED
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Segment:
     """The next tokens of each row, and for each the token after it."""
 
     input_ids: Tensor  # int64 [B, T]
-    labels: Tensor  # int64 [B, T]; -100: not scored
+    labels: Tensor  # int64 [B, T]; NOT_SCORED where none counts
     new_text: bool  # an epoch begins: memory of what came before is to be dropped
 
 

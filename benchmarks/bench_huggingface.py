@@ -1,0 +1,299 @@
+"""Layers of Hugging Face's Conformers and XLNet: theirs, and by `txl_kernels.huggingface.use_rel_attention`.
+
+    pip install 'transformers>=5'
+    python benchmarks/bench_huggingface.py
+
+One layer (all of a model are alike) in the published models' sizes, with random weights: the attention with
+its projections, and the whole block around it. Theirs runs with each implementation of attention that the
+model has (eager, sdpa), as it comes and compiled. What they compute is compared before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from bench_attn import Progress, describe, positive, why
+from measure import Task
+from torch import Tensor, nn
+
+from txl_kernels.huggingface import use_rel_attention
+
+TOLERANCE = 1e-4  # norm of a difference over the norm of theirs: float32's rounding
+PASSES = ("forward", "forward + backward")
+
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A block of a model, the attention in it, and how to call either on hidden states [1, T, C]."""
+
+    block: nn.Module
+    attention: nn.Module
+    call: Call
+
+
+def parakeet(implementation: str, T: int) -> Layer:
+    """Parakeet 0.6B: d 1,024, 8 heads of 128. 12.5 frames to a second of sound."""
+    from transformers import ParakeetEncoder, ParakeetEncoderConfig
+
+    model = ParakeetEncoder(ParakeetEncoderConfig(num_hidden_layers=1, attn_implementation=implementation))
+    positions = model.encode_positions(torch.zeros(1, T, model.config.hidden_size))
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        out = module(x, position_embeddings=positions)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Layer(model.layers[0], model.layers[0].self_attn, call)
+
+
+def wav2vec2_conformer(implementation: str, T: int) -> Layer:
+    """Wav2Vec2-Conformer large: d 1,024, 16 heads of 64. 50 frames to a second of sound."""
+    from transformers import Wav2Vec2ConformerConfig
+    from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerEncoder
+
+    config = Wav2Vec2ConformerConfig(
+        hidden_size=1024,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        num_hidden_layers=1,
+        position_embeddings_type="relative",
+        attn_implementation=implementation,
+    )
+    model = Wav2Vec2ConformerEncoder(config)
+    positions = model.embed_positions(torch.zeros(1, T, 1024)).detach()
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        out = module(x, relative_position_embeddings=positions)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Layer(model.layers[0], model.layers[0].self_attn, call)
+
+
+def xlnet(implementation: str, T: int) -> Layer:
+    """XLNet large: d 1,024, 16 heads of 64, with a memory as long as the segment."""
+    from transformers import XLNetConfig, XLNetModel
+
+    config = XLNetConfig(vocab_size=8, n_layer=1, attn_implementation=implementation)
+    model = XLNetModel(config)
+    memory = torch.randn(T, 1, config.d_model, generator=torch.Generator().manual_seed(2))
+    positions = model.relative_positional_encoding(T, 2 * T, 1)
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x.transpose(0, 1), None, None, None, positions, None, mems=memory)[0].transpose(0, 1)
+
+    return Layer(model.layer[0], model.layer[0].rel_attn, call)
+
+
+MODELS = {"parakeet": parakeet, "wav2vec2-conformer": wav2vec2_conformer, "xlnet": xlnet}
+THEIRS = {"parakeet": ("eager", "sdpa"), "wav2vec2-conformer": ("eager", "sdpa"), "xlnet": ("eager",)}
+LENGTHS = {"parakeet": 1900, "wav2vec2-conformer": 1500, "xlnet": 512}
+
+
+PARTS = ("attention", "block")
+
+
+def ways(name: str) -> dict[str, tuple[str, bool]]:
+    """By their names in the table: the implementation of attention to ask for, and whether to compile it."""
+    theirs = THEIRS[name]
+    return {
+        "ours": (theirs[0], False),
+        **{way: (way, False) for way in theirs},
+        **{f"{way}, compiled": (way, True) for way in theirs},
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of the things to time."""
+
+    model: str
+    T: int
+    part: str
+    which: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.T}, {self.part}, {self.which}"
+
+    def task(self, way: str) -> Task:
+        """forward: the output, without gradients. Else gradients, the input's first, then the weights'."""
+        implementation, compiled = ways(self.model)[way]
+        torch.manual_seed(0)  # all ways have the same weights
+        layer = MODELS[self.model](implementation, self.T)
+        layer.block.eval()
+        with torch.no_grad():
+            for weight in layer.block.parameters():  # biases too, and scores that matter
+                weight.add_(0.02 * torch.randn_like(weight))
+        if way == "ours":
+            use_rel_attention(layer.block)
+        module = getattr(layer, self.part)
+        call: Callable[[Tensor], Tensor] = partial(layer.call, module)
+        if compiled:
+            torch._dynamo.reset()
+            call = torch.compile(call, dynamic=False)
+        x = torch.randn(1, self.T, 1024, generator=torch.Generator().manual_seed(1))
+        dout = torch.randn(1, self.T, 1024, generator=torch.Generator().manual_seed(2))
+
+        def forward(_: None) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (call(x),)
+
+        def step(_: None) -> tuple[Tensor, ...]:
+            leaves = [x.requires_grad_(), *module.parameters()]
+            return torch.autograd.grad(call(x), leaves, dout, allow_unused=True)
+
+        return Task(forward if self.which == PASSES[0] else step)
+
+
+def measured(job: Job, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Milliseconds and peak MB of every way, and why a way has none."""
+    tasks, notes = {}, {}
+    truth = None
+    for way in ways(job.model):
+        if way == "ours" or (", compiled" in way and not args.compile):
+            continue
+        progress.expect(1)
+        progress.step(f"{job}: {way}, first call")
+        try:
+            task = job.task(way)
+            result = task.run()[0].detach()
+        except Exception as error:  # whatever the compiler dies of
+            notes[way] = why(error)
+            continue
+        truth = result if truth is None else truth
+        if far(result, truth):
+            notes[way] = "WRONG: not the numbers of eager"
+            continue
+        tasks[way] = task
+    ours = job.task("ours")
+    if error := far(ours.run()[0].detach(), truth):
+        raise ArithmeticError(f"{job}: ours differs from theirs by {error:.1e}")
+    tasks = {"ours": ours, **tasks}
+    progress.expect(args.repeat * len(tasks))
+    samples = measure.interleave(
+        tasks, args.repeat, args.budget, lambda way: progress.step(f"{job}: timing {way}")
+    )
+    ms = {way: 1e3 * measure.median(taken) for way, taken in samples.items()}
+    mb = {}
+    for way in tasks if args.memory else ():
+        progress.expect(1)
+        progress.step(f"{job}: memory of {way}")
+        mb[way] = extra_megabytes(job, way, args)
+    return {**asdict(job), "ms": ms, "extra_mb": mb, "notes": notes}
+
+
+def far(result: Tensor, truth: Tensor) -> float | None:
+    """The norm of their difference over the norm of the truth, if that is more than rounding."""
+    error = float((result - truth).norm() / truth.norm())
+    return None if error <= TOLERANCE else error
+
+
+def extra_megabytes(job: Job, way: str, args: argparse.Namespace) -> float | None:
+    """Peak memory of a call beyond what was there and what it returns, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--probe", json.dumps([asdict(job), way, torch.get_num_threads()])],
+        env={**os.environ, **measure.MEASURABLE_HEAP},
+        capture_output=True,
+        text=True,
+    )
+    return int(done.stdout) / 1e6 if done.returncode == 0 else None  # killed for want of memory, perhaps
+
+
+def probe(text: str) -> int:
+    job, way, threads = json.loads(text)
+    torch.set_num_threads(threads)
+    # Loads libraries and starts threads, and leaves nothing behind that the real size could use.
+    Job(**{**job, "T": 16}).task(way).run()
+    task = Job(**job).task(way)
+    if ways(job["model"])[way][1]:
+        task.run()  # compiles
+    print(measure.extra_memory(task))
+    return 0
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [f"{'':58} {'ms':>9} {'extra MB':>9} {'ours is':>9}"]
+    for result in results:
+        lines.append("{model}, {T} steps, {part}, {which}".format(**result))
+        ms, mb = result["ms"], result["extra_mb"]
+        for way, took in ms.items():
+            ratio = "" if way == "ours" else f"{took / ms['ours']:.2f}x"
+            size = "" if mb.get(way) is None else f"{mb[way]:,.0f}"
+            lines.append(f"    {way:54} {took:9,.1f} {size:>9} {ratio:>9}".rstrip())
+        lines += [f"    {way:54} {note}" for way, note in result["notes"].items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Time layers of Hugging Face's Conformers and XLNet, theirs and by rel_attention."
+    )
+    whole = positive(int)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="NAME",
+        help=f"of {', '.join(MODELS)} (all)",
+    )
+    parser.add_argument("--steps", type=whole, metavar="T", help=f"frames or tokens ({LENGTHS})")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(both)")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="leave out theirs compiled"
+    )
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out peak memory")
+    parser.add_argument("--repeat", type=whole, default=9, help="samples; medians count (9)")
+    parser.add_argument(
+        "--budget",
+        type=positive(float),
+        default=20.0,
+        help="seconds after which three samples are enough (20)",
+    )
+    parser.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures, and the machine")
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.probe:
+        return probe(args.probe)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        import transformers
+    except ImportError:
+        parser.error("needs transformers 5: pip install 'transformers>=5'")
+    machine = {**describe("cpu"), "transformers": transformers.__version__}
+    print(
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"transformers {transformers.__version__}, float32, batch 1",
+        flush=True,
+    )
+    results = []
+    progress = Progress()
+    for name in args.models:
+        for part in args.parts:
+            for which in PASSES:
+                results.append(measured(Job(name, args.steps or LENGTHS[name], part, which), args, progress))
+                if args.json:
+                    args.json.write_text(
+                        json.dumps({"machine": machine, "results": results}, indent=1) + "\n"
+                    )
+    progress.close()
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

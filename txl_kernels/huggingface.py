@@ -1,0 +1,242 @@
+"""Hugging Face's Conformer speech encoders and XLNet, computed by `rel_attention`.
+
+    model = ParakeetForCTC.from_pretrained("nvidia/parakeet-ctc-1.1b")
+    use_rel_attention(model)
+
+The weights stay what and where they are; only what an attention layer computes from its projections is
+replaced. Their own code forms the position term for every pair of frames, pads it, shifts it, and adds it to
+the scores. transformers itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl_kernels.api import rel_attention
+
+
+def use_rel_attention(model: nn.Module) -> int:
+    """Makes the layers of a Hugging Face model with Transformer-XL's attention compute by `rel_attention`.
+
+    Changes the model in place, for inference and for training; its weights load and save as before. Layers
+    that are served (their classes in transformers 5): those of Parakeet, FastSpeech2-Conformer, XLNet
+    (attn_type="bi" without bi_data) and, with position_embeddings_type="relative", of Wav2Vec2-Conformer,
+    Wav2Vec2-BERT and SeamlessM4T's speech encoder.
+
+    Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
+    are others; dropout draws other numbers; Parakeet's dropout_positions drops the same for the whole batch;
+    attention weights are None.
+
+    What the fused operation cannot do is refused with a ValueError when the model is called: masks other than
+    padding before or behind the keys of a sequence (attention in chunks, XLNet's perm_mask, or padding
+    between its memory and its segment); of XLNet, token_type_ids and output_attentions=True.
+
+    Returns:
+        The number of layers that were changed.
+
+    Raises:
+        ValueError: no layer is served, or XLNet has other options.
+    """
+    layers = [layer for layer in model.modules() if _is_served(layer)]
+    if not layers:
+        raise ValueError(
+            f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_OF_CLASS)}"
+        )
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "attn_type", "bi") != "bi" or getattr(config, "bi_data", False):
+        raise ValueError(
+            f"model: XLNet with attn_type={config.attn_type!r}, bi_data={config.bi_data}; needs 'bi', False"
+        )
+    key_ranges = _KeyRanges()  # one for all layers: they are given the same mask
+    for layer in layers:
+        method, function = _OF_CLASS[type(layer).__name__]
+        layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
+        setattr(layer, method, MethodType(function, layer))
+    return len(layers)
+
+
+def _is_served(layer: nn.Module) -> bool:
+    kind = getattr(layer, "position_embeddings_type", "relative")  # Shaw's, rotary or none, in some
+    return type(layer).__name__ in _OF_CLASS and kind == "relative"
+
+
+# ---- Masks -------------------------------------------------------------------------------------------------
+
+
+class _KeyRanges:
+    """`key_range` of the mask that all layers are given one after the other, found once, for the first."""
+
+    def __init__(self) -> None:
+        self._mask: Callable[[], Tensor | None] = lambda: None
+        self._key_range: Tensor | None = None
+
+    def of(self, mask: Tensor | None, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor | None:
+        """read(mask): which keys exist, [B, K], and whether that is all the mask says."""
+        if mask is None:
+            return None
+        if self._mask() is not mask:
+            keys, is_all = read(mask)
+            start, count = keys.int().argmax(1), keys.sum(1)
+            j = torch.arange(keys.shape[1], device=keys.device) - start[:, None]
+            is_run = (keys == ((j >= 0) & (j < count[:, None]))).all()
+            if not (is_all & is_run):
+                raise ValueError(
+                    "attention_mask: the fused attention knows padding before and behind a sequence's keys "
+                    "(memory included), the same for all queries; this mask hides other keys"
+                )
+            self._mask = weakref.ref(mask)
+            self._key_range = torch.stack([start, start + count], 1).int()
+        return self._key_range
+
+    def __reduce__(self) -> tuple[type[_KeyRanges], tuple[()]]:
+        return _KeyRanges, ()  # a copy of the model begins anew
+
+
+def _read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: true or, if it is to be added to scores, 0 where a query may see a key, [B, 1, L or 1, K].
+
+    Queries of padding may see no key.
+    """
+    visible = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
+    keys = visible.any(1)
+    return keys, (visible == (visible.any(2, keepdim=True) & keys[:, None])).all()
+
+
+def _read_fastspeech2_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a key exists, [B, 1, K]."""
+    return mask[:, 0] != 0, mask.new_ones((), dtype=torch.bool)
+
+
+def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a query may not see a key, [L, K, B, 1]. A query always sees its own, padding too."""
+    visible = mask[..., 0].permute(2, 0, 1) == 0
+    own = torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
+    own.diagonal(mask.shape[1] - mask.shape[0]).fill_(True)
+    keys = (visible | own).all(1)
+    return keys, (visible == (keys[:, None] | own)).all()
+
+
+# ---- Layers: the forward of each (of XLNet the part that is attention), with the arguments it has there ----
+
+
+def _parakeet(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    n_head, groups = layer.config.num_attention_heads, layer.num_key_value_groups
+    out = rel_attention(
+        _heads(layer.q_proj(hidden_states), n_head),
+        _heads(layer.k_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
+        _heads(layer.v_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
+        _heads(layer.relative_k_proj(position_embeddings[0]), n_head),
+        layer.bias_u,
+        layer.bias_v,
+        causal=False,
+        key_range=layer._txl_key_ranges.of(attention_mask, _read_conformer_mask),
+        scale=layer.scaling,
+        dropout_p=layer.attention_dropout if layer.training else 0.0,
+    )
+    return layer.o_proj(_joined(out)), None
+
+
+def _wav2vec2_conformer(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    relative_position_embeddings: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    key_range = layer._txl_key_ranges.of(attention_mask, _read_conformer_mask)
+    return _espnet(layer, hidden_states, relative_position_embeddings, key_range)
+
+
+def _fastspeech2(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    pos_emb: Tensor | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor, None]:
+    key_range = layer._txl_key_ranges.of(attention_mask, _read_fastspeech2_mask)
+    return _espnet(layer, hidden_states, pos_emb, key_range)
+
+
+def _espnet(
+    layer: Any, hidden_states: Tensor, positions: Tensor | None, key_range: Tensor | None
+) -> tuple[Tensor, None]:
+    """ESPnet's layer, which many models keep with its names. positions: [1, 2 T - 1, C], furthest first."""
+    if positions is None:
+        raise ValueError("relative_position_embeddings: got None, needs those of the model")
+    out = rel_attention(
+        _heads(layer.linear_q(hidden_states), layer.num_heads),
+        _heads(layer.linear_k(hidden_states), layer.num_heads),
+        _heads(layer.linear_v(hidden_states), layer.num_heads),
+        _heads(layer.linear_pos(positions[0]), layer.num_heads),
+        layer.pos_bias_u,
+        layer.pos_bias_v,
+        causal=False,
+        key_range=key_range,
+        dropout_p=layer.dropout.p if layer.training else 0.0,
+    )
+    return layer.linear_out(_joined(out)), None
+
+
+def _xlnet(
+    layer: Any,
+    q_head: Tensor,
+    k_head_h: Tensor,
+    v_head_h: Tensor,
+    k_head_r: Tensor,
+    seg_mat: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    output_attentions: bool = False,
+) -> Tensor:
+    """q_head: [L, B, H, D]; k_head_h, v_head_h: [K, B, H, D]; k_head_r: [K + L, B, H, D], from distance K."""
+    if seg_mat is not None:
+        raise ValueError("token_type_ids: the fused attention has no term for segments; leave them out")
+    if output_attentions:
+        raise ValueError("output_attentions: the fused attention never has them in memory")
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_head, k_head_h, v_head_h))
+    out = rel_attention(
+        q,
+        k,
+        v,
+        k_head_r[:, 0].transpose(0, 1),
+        layer.r_w_bias,
+        layer.r_r_bias,
+        causal=False,
+        r_zero=len(k_head_h),
+        key_range=layer._txl_key_ranges.of(attn_mask, _read_xlnet_mask),
+        scale=layer.scale,
+        dropout_p=layer.dropout.p if layer.training else 0.0,
+    )
+    return out.permute(2, 0, 1, 3)
+
+
+def _heads(x: Tensor, n_head: int) -> Tensor:
+    """[..., T, H D] -> [..., H, T, D]"""
+    return x.unflatten(-1, (n_head, -1)).transpose(-3, -2)
+
+
+def _joined(out: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H D]"""
+    return out.transpose(1, 2).flatten(2)
+
+
+_OF_CLASS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "ParakeetEncoderAttention": ("forward", _parakeet),
+    "FastSpeech2ConformerAttention": ("forward", _fastspeech2),
+    "Wav2Vec2ConformerSelfAttention": ("forward", _wav2vec2_conformer),
+    "Wav2Vec2BertSelfAttention": ("forward", _wav2vec2_conformer),
+    "SeamlessM4TConformerSelfAttention": ("forward", _wav2vec2_conformer),
+    "XLNetRelativeAttention": ("rel_attn_core", _xlnet),
+}
