@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import torch
 pytest.importorskip("safetensors")
 pytest.importorskip("tqdm")
 
+import txl_kernels
 import txl_model.attention
+from txl_kernels import cpu, registry
 from txl_model import TransformerXLConfig, __main__, cli
 from txl_model.presets import PRESETS
 from txl_model.train_config import TrainConfig
@@ -241,6 +244,66 @@ def test_messages(trained, tmp_path, capsys):
         with pytest.raises(SystemExit) as exit:
             txl(*args)
         assert exit.value.code == 2
+
+
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(cpu, "unavailable", lambda: "it was not built")
+    for args in [
+        ("train", trained / "corpus", tmp_path / "run", *SMALL, "--backend", "cpu"),
+        ("eval", trained / "run", trained / "corpus", "--backend", "cpu"),
+        ("generate", trained / "run", "--prompt", "a", "--backend", "cpu"),
+    ]:
+        assert txl(*args) == cli.ERROR
+        assert "txl: error: backend 'cpu' cannot run here: it was not built" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_says_which_weights_it_reads(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    read = ("eval", run, trained / "corpus", "--max-tokens", 40, "--quiet")
+    assert txl(*read) == 0
+    assert f"txl: reads {run / 'best'}\n" in capsys.readouterr().err
+    shutil.rmtree(run / "best")
+    assert txl(*read) == 0
+    assert f"txl: reads {run / 'checkpoints' / 'step-00000006'}\n" in capsys.readouterr().err
+    (run / "checkpoints" / "step-00000006" / "model.safetensors").write_bytes(b"")
+    assert txl("generate", run, "--prompt", "a", "--max-new-tokens", 1) == 0
+    err = capsys.readouterr().err
+    assert "step-00000006 is damaged" in err and f"reads {run / 'checkpoints' / 'step-00000003'}\n" in err
+
+
+def test_resuming_nothing_is_said(trained, tmp_path, capsys):
+    assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, "--max-step", 1, "--resume") == 0
+    assert f"nothing to resume in {tmp_path / 'run'}: a new run begins there" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        txl("--version")
+    assert exit.value.code == 0 and capsys.readouterr().out == f"txl-kernels {txl_kernels.__version__}\n"
+
+
+def test_words_have_a_space_between_prompt_and_text(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 300)
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    assert txl("prepare", "text", tmp_path / "text.txt", corpus, "--unit", "word") == 0
+    assert txl("train", corpus, run, *SMALL, "--max-step", 1) == 0
+    capsys.readouterr()
+    for prompts in (["one two"], ["one two", "three"]):
+        given = [word for prompt in prompts for word in ("--prompt", prompt)]
+        assert txl("generate", run, *given, "--max-new-tokens", 1, "--top-k", 1, "--quiet") == 0
+        assert re.match(r"one two (\w|\n)", capsys.readouterr().out)
+
+
+def test_windows_have_no_memory(trained, tmp_path, capsys):
+    out = tmp_path / "windows.json"
+    read = ("eval", trained / "run", trained / "corpus", "--max-tokens", 40, "--quiet")
+    assert txl(*read, "--stride", 8, "--json", out) == 0
+    assert json.loads(out.read_text())["evaluations"][0]["mem_len"] == 0
 
 
 def test_a_corpus_numbered_otherwise_is_refused(trained, tmp_path, capsys):

@@ -113,7 +113,8 @@ def rel_attention(
 
     A query that may see no key gives out = 0 and lse = -inf, and passes no gradient.
 
-    Gradients flow to q, k, v, r, bias_u and bias_v; they cannot be differentiated again. Under autocast the
+    Gradients flow to q, k, v, r, bias_u and bias_v; they cannot be differentiated again, and there is no
+    forward mode (backend "reference" has both). torch.vmap makes a call of every entry. Under autocast the
     tensors are cast to its dtype first, float64 excepted. B = 0, H = 0 or L = 0 give empty results.
 
     Args:

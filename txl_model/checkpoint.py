@@ -64,7 +64,11 @@ def save_model(
         raise OSError(f"cannot save the model in {path}: {reason(error)}") from error
 
 
-def load_model(path: str | os.PathLike[str], backend: str | None = None) -> TransformerXL:
+def load_model(
+    path: str | os.PathLike[str],
+    backend: str | None = None,
+    report: Callable[[str], object] = lambda message: None,
+) -> TransformerXL:
     """A model from disk, in evaluation mode, float32, on the CPU.
 
     Args:
@@ -72,12 +76,15 @@ def load_model(path: str | os.PathLike[str], backend: str | None = None) -> Tran
             was evaluated), of a checkpoint (the averaged weights where there are any), or what
             `save_model` or `txl convert` wrote.
         backend: the attention kernel, as in `TransformerXL`.
+        report: told which of a run's folders is read, and of each damaged checkpoint that is passed over.
 
     Raises:
         FileNotFoundError: there is no model there.
         ValueError: a file is damaged, or its tensors are not those of the config beside it.
     """
-    folder = _model_folder(Path(path))
+    folder = _model_folder(Path(path), report)
+    if folder != Path(path):
+        report(f"reads {folder}")
     weights = folder / (AVERAGE if (folder / AVERAGE).exists() else WEIGHTS)
     if (folder / MANIFEST).exists():
         problem = damage(folder, (CONFIG, weights.name))
@@ -115,12 +122,12 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object
             target.copy_(sharded_like(tensors[name], target))
 
 
-def _model_folder(path: Path) -> Path:
+def _model_folder(path: Path, report: Callable[[str], object]) -> Path:
     """The folder that holds the config and weights that `load_model` is to read."""
     if (path / "best" / WEIGHTS).exists():
         return path / "best"
     if (path / "checkpoints").is_dir():
-        newest = Checkpoints(path / "checkpoints").newest()
+        newest = Checkpoints(path / "checkpoints").newest(report)
         if newest is None:
             raise FileNotFoundError(f"the training run in {path} has saved no checkpoint yet")
         return newest

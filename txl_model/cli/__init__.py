@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from txl_kernels import BackendUnavailable, __version__, registry
 from txl_model import convert
 from txl_model.cli import evaluate, generate, info, train
+from txl_model.cli.options import to_stderr
 from txl_model.data import prepare
 
 Command = tuple[
@@ -43,17 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit code: 0, 1 after an error that was explained, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
+        backend = getattr(args, "backend", None)
+        if backend in registry.NAMES and backend != registry.REFERENCE:
+            registry.load(backend)  # or says why not, before anything is written
         return args.run(args) or 0
     except KeyboardInterrupt:
-        print("txl: interrupted", file=sys.stderr)
+        to_stderr("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read the output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ModuleNotFoundError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, BackendUnavailable, torch.OutOfMemoryError) as error:
         if os.environ.get("TXL_DEBUG"):
             raise
-        print(f"txl: error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return ERROR
 
 
@@ -63,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Transformer-XL: make a corpus of a text, train, evaluate with a long memory, generate.",
         epilog="TXL_DEBUG=1 shows where an error was raised.",
     )
+    parser.add_argument("--version", action="version", version=f"txl-kernels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, summary, add_arguments, run in _COMMANDS:
         command = commands.add_parser(name, help=summary, description=summary)

@@ -18,6 +18,7 @@ from txl_model.cli.options import (
     check_writable,
     chosen_device,
     numbers,
+    to_stderr,
 )
 from txl_model.data import Corpus
 from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     check_writable(args.json, args.plot)
     device = chosen_device(args)
     corpus = Corpus.open(args.corpus)
-    model = load_model(args.model, args.backend).to(device)
+    model = load_model(args.model, args.backend, to_stderr).to(device)
     check_vocabulary(args.model, corpus)
     tokens = corpus.tokens(args.split)
     reading = {"tgt_len": model.config.tgt_len} | (preset(args.preset, "eval") if args.preset else {})

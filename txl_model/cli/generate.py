@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from txl_model.checkpoint import load_model
-from txl_model.cli.options import add_machine_arguments, chosen_device, vocabulary_of
+from txl_model.cli.options import add_machine_arguments, chosen_device, to_stderr, vocabulary_of
 from txl_model.data import Corpus, Vocabulary
 from txl_model.data.corpus import VOCABULARY
 from txl_model.generate import collect, generate, stream_text
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         prompts.append(sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text())
     if not prompts:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file FILE")
-    model = load_model(args.model, args.backend).to(chosen_device(args))
+    model = load_model(args.model, args.backend, to_stderr).to(chosen_device(args))
     if args.bf16:
         model = model.bfloat16()
     path = vocabulary_of(args.model)
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> None:
         clamp_len=args.clamp_len,
         same_length=args.same_length,
     )
+    if vocabulary.unit == "word":  # between whose words there is a space
+        prompts = [f"{prompt} " for prompt in prompts]
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for text in stream_text(steps, vocabulary):

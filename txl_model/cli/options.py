@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -75,6 +76,11 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch says why: no such device, no CUDA in this build
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
+
+
+def to_stderr(message: str) -> None:
+    """A remark that is not part of a command's result."""
+    print(f"txl: {message}", file=sys.stderr)
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

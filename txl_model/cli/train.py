@@ -19,6 +19,7 @@ from txl_model.cli.options import (
     chosen_device,
     given,
     read_config,
+    to_stderr,
 )
 from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int | None:
     model_config, train_config = _configs(args, corpus)
     first = int(os.environ.get("RANK", 0)) == 0
     if first:
+        if args.resume and not (args.out / "checkpoints").is_dir():
+            to_stderr(f"nothing to resume in {args.out}: a new run begins there")
         check_writable(args.plot)
         vocabulary = args.out / VOCABULARY
         if not vocabulary.exists():  # so that the run can be read without its corpus
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int | None:
     if args.plot:
         plot_log(args.out / "log.jsonl", args.plot)
     if result.signal:
-        print(f"txl: stopped at step {result.step}; --resume goes on from there", file=sys.stderr)
+        to_stderr(f"stopped at step {result.step}; --resume goes on from there")
         return 128 + result.signal
     return None
 
