@@ -49,7 +49,6 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
         or torch._C._are_functorch_transforms_active()
-        or inputs[0].is_meta
     ):
         return _rel_attention(*args)
     return _forward(*args)
