@@ -69,9 +69,7 @@ def visible_keys(
 
 
 class _Finite(torch.autograd.Function):
-    """NaN and infinity replaced by 0; gradients and tangents pass unchanged."""
-
-    generate_vmap_rule = True
+    """NaN and infinity replaced by 0; the gradient passes unchanged."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -85,13 +83,19 @@ class _Finite(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
 
+
+class _FiniteInAnyMode(_Finite):
+    """Tangents too, also under torch.vmap. Torch's compiler refuses a function that has such rules."""
+
+    generate_vmap_rule = True
+
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return tangents[0].clone()  # torch wants a tensor of its own
 
 
 def _finite(x: Tensor) -> Tensor:
-    return _Finite.apply(x)
+    return (_Finite if torch.compiler.is_compiling() else _FiniteInAnyMode).apply(x)
 
 
 def _taint(x: Tensor) -> Tensor:
