@@ -417,6 +417,12 @@ BROAD = [
 ]
 
 
+def by_tiles(backend: Backend, dtype: torch.dtype) -> bool:
+    """float32 by AMX's tiles, as the sum of three bfloat16, which cannot keep NaN apart: such a call is then
+    computed by vectors."""
+    return backend.name == "cpu" and dtype == f32 and cpu.details()["level"] == "amx_bf16"
+
+
 def check_not_finite(backend: Backend, dtype: torch.dtype) -> None:
     """One NaN among many keys: forward and backward finish, and the other head does not notice."""
     tensors = inputs(B=1, H=2, L=70, K=3000, D=16, dtype=dtype, device=backend.device, scale=0.3)
@@ -428,7 +434,7 @@ def check_not_finite(backend: Backend, dtype: torch.dtype) -> None:
         got = run(backend, spoilt, dout)
         for result in got:
             other, expected = (results[result].flatten().chunk(2)[1] for results in (got, clean))
-            assert_untouched(other, expected, dtype)
+            assert_untouched(other, expected, dtype, roundings=16 if by_tiles(backend, dtype) else 0)
 
 
 def check_broadly(name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> int:
