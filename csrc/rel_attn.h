@@ -43,20 +43,27 @@ struct Range {
 
 struct Problem {
   int64_t B, H, L, K, N, D;
-  int64_t r_zero;                     // the row of r that holds distance 0
-  int64_t window_left, window_right;  // -1: unlimited
-  bool causal;
+  int64_t r_zero;       // the row of r that holds distance 0
+  int64_t left, right;  // how many keys before its position a query sees, and how many after it
   double scale;
   double dropout_p;
   uint32_t dropout_threshold;  // of dropout_p, DropoutMask's in philox.h
   uint64_t dropout_seed;
   const int32_t* key_range;  // [B, 2] or null
 
+  // Of a call's masks, -1: unlimited. No key is further than K - 1 before a query, L - 1 after it.
+  void set_reach(bool causal, int64_t window_left, int64_t window_right) {
+    left = window_left < 0 || window_left >= K ? K - 1 : window_left;
+    right = causal ? 0 : window_right < 0 || window_right >= L ? L - 1 : window_right;
+  }
+
   // Index formula.
   TXL_HD int64_t position(int64_t i) const { return i + K - L; }
 
   // Row of r before clamping; rows left of 0 and right of N - 1 repeat the first and the last row.
   TXL_HD int64_t band(int64_t i, int64_t j) const { return r_zero + j - position(i); }
+  // The key that uses this row.
+  TXL_HD int64_t key(int64_t i, int64_t c) const { return c - r_zero + position(i); }
   template <typename Int>
   TXL_HD Int r_row(Int c) const {
     const Int last = static_cast<Int>(N) - 1, any = c < 0 ? 0 : c;
@@ -74,12 +81,8 @@ struct Problem {
   }
 
   TXL_HD Range keys_of_query(Range batch, int64_t i) const {
-    const int64_t p = position(i);
-    Range s = batch;
-    if (window_left >= 0 && p - window_left > s.lo) s.lo = p - window_left;
-    if (window_right >= 0 && p + window_right + 1 < s.hi) s.hi = p + window_right + 1;
-    if (causal && p + 1 < s.hi) s.hi = p + 1;
-    return s;
+    const int64_t first = position(i) - left, end = position(i) + right + 1;
+    return {first > batch.lo ? first : batch.lo, end < batch.hi ? end : batch.hi};
   }
 };
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -37,9 +38,10 @@ inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const 
   Problem p;
   p.B = q.size(0), p.H = q.size(1), p.L = q.size(2), p.D = q.size(3);
   p.K = k.size(2), p.N = r.size(1);
-  p.r_zero = r_zero;
-  p.window_left = window_left, p.window_right = window_right;
-  p.causal = causal;
+  // Where distance 0 is so far outside that every pair is clamped, it may as well be nearer: the kernels add
+  // to it, on GPUs in 32 bits.
+  p.r_zero = std::clamp(r_zero, -p.L, p.K + p.N);
+  p.set_reach(causal, window_left, window_right);
   p.scale = scale;
   p.dropout_p = dropout_p;
   p.dropout_threshold = DropoutMask::threshold(dropout_p);

@@ -154,7 +154,7 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
                   "key_range must be int32 [B, 2]");
   for (size_t i = 0; i < keys_values.size(); ++i) {
     txl::Layer t = layer(h, keys_values[i], begin, end, r[i], &weights[kWeights * i]);
-    t.problem.causal = true, t.problem.window_left = window_left, t.problem.window_right = -1;
+    t.problem.set_reach(true, window_left, -1);
     t.problem.scale = scale;
     if (key_range) t.problem.key_range = static_cast<const int32_t*>(data(*key_range, "key_range"));
     t.attention_norm.eps = t.feed_norm.eps = eps;

@@ -23,13 +23,10 @@ struct BandColumns {
   Range used;  // the columns of distances that some query sees
 
   BandColumns(const Problem& p, int block_rows) {
-    int64_t most_left = p.K - 1, most_right = p.causal ? 0 : p.L - 1;
-    if (p.window_left >= 0) most_left = min(most_left, p.window_left);
-    if (p.window_right >= 0) most_right = min(most_right, p.window_right);
-    used = {p.r_zero - most_left, p.r_zero + most_right + 1};
+    used = {p.r_zero - p.left, p.r_zero + p.right + 1};
     const int64_t slack = kWidth + 2 * block_rows;  // invisible corners of tiles that hold something visible
-    first = max(p.r_zero - most_left, 0) - slack;
-    const int64_t last = min(p.r_zero + most_right, p.N - 1) + slack;
+    first = max(used.lo, 0) - slack;
+    const int64_t last = min(used.hi, p.N) - 1 + slack;
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
 

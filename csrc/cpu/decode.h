@@ -179,8 +179,8 @@ class DecodeKernel {
   // s[x] = score of key lo + x; -inf in the lanes behind the last key.
   void score_keys(int64_t b, int64_t h, int64_t i, Range keys, const Query& q, T* s) const {
     // Keys whose position term is the same for all, left and right of those that have a row of r each.
-    const Range near = {min(max(keys.lo, i + p_.K - p_.L - p_.r_zero + 1), keys.hi),
-                        max(min(keys.hi, i + p_.K - p_.L - p_.r_zero + p_.N - 1), keys.lo)};
+    const Range near = {min(max(keys.lo, p_.key(i, 0) + 1), keys.hi),
+                        max(min(keys.hi, p_.key(i, p_.N - 1)), keys.lo)};
     const int64_t left_end = near.lo, right_start = max(near.hi, near.lo);
     const S* k = t_.k.at<S>(b, h, 0);
     const S* r = t_.r.at<S>(0, h, 0);

@@ -53,7 +53,7 @@ class LayerKernel {
     for (int64_t b = 0; b < p.B; ++b)
       for (int64_t i = 0; i < p.L; ++i)
         for (int64_t n = 0; n < heads; ++n) {
-          const int64_t h = n / p.D, d = n % p.D, key = p.K - p.L + i;
+          const int64_t h = n / p.D, d = n % p.D, key = p.position(i);
           const S* token = &qkv[(b * p.L + i) * 3 * heads + n];
           attention.k.at<S>(b, h, key)[d] = token[heads];
           attention.v.at<S>(b, h, key)[d] = token[2 * heads];

@@ -23,14 +23,13 @@ struct QueryTiles {
 
 template <int BM, int BN>
 TXL_DEVICE QueryTiles query_tiles(const Problem& p, Range batch, int64_t j0) {
-  const auto [left, right] = Reach(p);
   const int64_t low = larger(j0, batch.lo), high = smaller(j0 + BN, batch.hi) - 1, origin = p.position(0);
-  const int64_t begin = floor_to<BM>(low - right - origin);
-  const int64_t end = low <= high ? larger(begin, smaller(high + left - origin + 1, p.L)) : begin;
+  const int64_t begin = floor_to<BM>(low - p.right - origin);
+  const int64_t end = low <= high ? larger(begin, smaller(high + p.left - origin + 1, p.L)) : begin;
   const bool whole = batch.lo <= j0 && j0 + BN <= batch.hi;
-  const int64_t all_lo = smaller(larger(ceil_to<BM>(j0 + BN - 1 - right - origin), begin), end);
+  const int64_t all_lo = smaller(larger(ceil_to<BM>(j0 + BN - 1 - p.right - origin), begin), end);
   const int64_t all_hi =
-      smaller(larger(whole ? floor_to<BM>(smaller(j0 + left - origin + 1, p.L)) : 0, all_lo), end);
+      smaller(larger(whole ? floor_to<BM>(smaller(j0 + p.left - origin + 1, p.L)) : 0, all_lo), end);
   const int64_t c = p.band(0, j0);  // the row of query 0 and the first key
   const int64_t near = smaller(larger(floor_to<BM>(c - p.N + 1), all_lo), all_hi);
   const int64_t far_first = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);

@@ -23,11 +23,10 @@ struct RowTiles {
 
 template <int BM, int BN>
 TXL_DEVICE RowTiles queries_of_rows(const Problem& p, Range batch, int64_t c0) {
-  const auto [left, right] = Reach(p);
   const int64_t furthest = p.r_zero - c0, nearest = p.r_zero - (smaller(c0 + BN, p.N) - 1);
   const int64_t origin = p.position(0);
-  const bool any_seen = nearest <= left && furthest >= -right && !batch.empty();
-  const bool all_seen = furthest <= left && nearest >= -right;
+  const bool any_seen = nearest <= p.left && furthest >= -p.right && !batch.empty();
+  const bool all_seen = furthest <= p.left && nearest >= -p.right;
   const int64_t begin = floor_to<BM>(batch.lo + nearest - origin);
   const int64_t end = any_seen ? larger(begin, smaller(batch.hi + furthest - origin, p.L)) : begin;
   const int64_t all_lo = smaller(larger(ceil_to<BM>(batch.lo + furthest - origin), begin), end);
@@ -84,7 +83,7 @@ struct DrKernel {
         : b(b_),
           mask(x.p, x.p.keys_of_batch(b)),
           tiles(queries_of_rows<BM, BN>(x.p, {mask.lo, mask.hi}, c0)),
-          first_key(static_cast<int>(c0 - x.p.r_zero + x.p.position(0))) {}
+          first_key(static_cast<int>(x.p.key(0, c0))) {}
 
     TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.all_lo || i0 >= tiles.all_hi; }
   };

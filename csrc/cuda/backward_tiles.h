@@ -63,12 +63,7 @@ struct Workspace {
   }
 
   // Whether any pair of the call may use a row of r because its own lies outside.
-  static bool clamps(const Problem& p) {
-    int64_t left = p.K - 1, right = p.causal ? 0 : p.L - 1;
-    if (p.window_left >= 0) left = smaller(left, p.window_left);
-    if (p.window_right >= 0) right = smaller(right, p.window_right);
-    return p.r_zero < left || p.r_zero + right > p.N - 1;
-  }
+  static bool clamps(const Problem& p) { return p.r_zero < p.left || p.r_zero + p.right > p.N - 1; }
 };
 
 struct BackwardParams {

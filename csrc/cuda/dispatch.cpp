@@ -1,5 +1,4 @@
 // Chooses the kernels for a dtype and a head dimension.
-#include <algorithm>
 
 #include "cuda.h"
 
@@ -25,31 +24,22 @@ static auto with_kernels(DType dtype, int64_t D, F f) {
   return dtype == DType::bf16 ? with_head<bf16>(D, f) : with_head<f16>(D, f);
 }
 
-// Rows of r and distances are 32-bit numbers in the kernels. Beyond these limits nothing changes: a row that
-// holds distance 0 so far outside that every pair is clamped may as well lie nearer.
-static Problem bounded(Problem p) {
-  p.r_zero = std::clamp(p.r_zero, -p.L, p.K + p.N);
-  p.window_left = std::min(p.window_left, p.K), p.window_right = std::min(p.window_right, p.L);
-  return p;
-}
-
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
             float* parts, bool warpgroups, void* stream) {
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::forward(bounded(p), t, dropout_seed, splits, parts, warpgroups, stream);
+    return decltype(kernels)::forward(p, t, dropout_seed, splits, parts, warpgroups, stream);
   });
 }
 
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
              void* stream) {
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::backward(bounded(p), t, dropout_seed, workspace, stream);
+    return decltype(kernels)::backward(p, t, dropout_seed, workspace, stream);
   });
 }
 
 int64_t backward_workspace(DType dtype, const Problem& p) {
-  return with_kernels(dtype, p.D,
-                      [&](auto kernels) { return decltype(kernels)::backward_workspace(bounded(p)); });
+  return with_kernels(dtype, p.D, [&](auto kernels) { return decltype(kernels)::backward_workspace(p); });
 }
 
 std::string targets() { return TXL_CUDA_TARGETS; }

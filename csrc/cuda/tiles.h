@@ -60,15 +60,6 @@ TXL_DEVICE float scale_of_queries(const Problem& p) {
 TXL_DEVICE float scale_of_scores(const Problem& p) { return larger(scale_of_queries(p), 1e-30f) * kLog2e; }
 TXL_HD float scale_of_kept(const Problem& p) { return static_cast<float>(1 / (1 - p.dropout_p)); }
 
-// How many keys before a query's position it sees, and how many after.
-struct Reach {
-  int64_t left, right;
-
-  TXL_DEVICE explicit Reach(const Problem& p)
-      : left(p.window_left < 0 ? p.K : p.window_left),
-        right(p.causal ? 0 : (p.window_right < 0 ? p.L : p.window_right)) {}
-};
-
 // Multiples of BN, at least 0.
 template <int BN>
 TXL_DEVICE int64_t floor_to(int64_t x) {
@@ -93,9 +84,8 @@ struct Mask {
 
   TXL_DEVICE Mask(const Problem& p, Range batch)
       : lo(static_cast<int>(batch.lo)), hi(static_cast<int>(batch.hi)), L(static_cast<int>(p.L)) {
-    const Reach reach(p);
-    below = static_cast<int>(p.position(0) - reach.left);
-    above = static_cast<int>(p.position(0) + reach.right + 1);
+    below = static_cast<int>(p.position(0) - p.left);
+    above = static_cast<int>(p.position(0) + p.right + 1);
   }
 
   TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
