@@ -10,36 +10,29 @@ speed-up. A way that cannot run is a row that says why. Columns are explained in
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import cli
 import measure
 import torch
-from measure import BACKWARD, DECODE, DTYPES, FORWARD, TRAIN, Problem, Task
-from rivals import GPU_RIVALS, RIVALS, Attend, Way, ours
+from cli import Progress, positive, why
+from machine import describe, tiles
+from measure import Task
+from problem import BACKWARD, DECODE, DTYPES, ERROR_BOUND, FORWARD, GPU_HEADLINE, TRAIN, Problem, Truth
+from rivals import GPU_RIVALS, RIVALS, Attend, Way, extra_memory, ours
 from torch import Tensor
-from tqdm import tqdm
 
-from txl_kernels import backends, rel_attention
+from txl_kernels import backends
 
 # What a problem is unless the command line says otherwise.
-DEFAULTS = {"cpu": Problem(), "cuda": measure.GPU_HEADLINE[64]}
+DEFAULTS = {"cpu": Problem(), "cuda": GPU_HEADLINE[64]}
 
 PASSES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, TRAIN), "decode": (DECODE,)}
 
-# Largest relative error (norm of the difference over norm of the truth, per head) that is rounding and no
-# mistake: a shift that is off by one has an error near 1.
-ERROR_BOUND = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 5e-2, "float16": 5e-3}
-# Of more visible pairs than this, some heads are checked instead of all: float64 on a CPU takes its time.
-CHECKED_PAIRS = 60_000_000
-CHECKED_ROWS = 256  # queries at a time, so that the check itself needs little memory
 SHOWN_KERNELS = 8  # of a GPU, per way; the JSON has all of them
 
 
@@ -75,70 +68,6 @@ class Result:
     rows: list[Row]
 
 
-# ---- Is it right ---------------------------------------------------------------------------------
-
-
-class Truth:
-    """The float64 reference's numbers for one problem and pass; of a large problem, for some heads."""
-
-    def __init__(
-        self, problem: Problem, which: str, inputs: tuple[Tensor, ...], heads: list[int] | None = None
-    ):
-        self.problem, self.which, self.inputs = problem, which, inputs
-        self.heads = heads or _affordable_heads(problem)
-        self._known: dict[bool, list[list[Tensor]]] = {}
-
-    def error(self, got: Iterable[Tensor | None], position: bool = True) -> float:
-        """The largest relative error over results (the output, or six gradients) and checked heads."""
-        worst = 0.0
-        for head, expected in zip(self.heads, self._expected(position), strict=True):
-            for result, truth in zip(got, expected, strict=True):
-                if result is None:  # no gradient; of a way without position term nobody expects all six
-                    worst = math.inf if position else worst
-                    continue
-                ours = _of_head(result, head).double()
-                error = float((ours - truth).norm() / truth.norm())
-                worst = math.inf if math.isnan(error) else max(worst, error)
-        return worst
-
-    def _expected(self, position: bool) -> list[list[Tensor]]:
-        if position not in self._known:
-            self._known[position] = [self._of_one_head(head, position) for head in self.heads]
-        return self._known[position]
-
-    def _of_one_head(self, head: int, position: bool) -> list[Tensor]:
-        """Output, or gradients of the six inputs. A block of queries needs the keys up to its last one's."""
-        L, K, N = self.problem.qlen, self.problem.klen, self.problem.rows
-        backward = self.which in (BACKWARD, TRAIN)
-        leaves = [_of_head(tensor, head).double() for tensor in self.inputs]
-        if not position:
-            leaves[3:] = [torch.zeros_like(tensor) for tensor in leaves[3:]]
-        leaves = [tensor.requires_grad_(backward) for tensor in leaves]
-        q, k, v, *positions = leaves
-        outs = []
-        for first in range(0, L, CHECKED_ROWS):
-            rows = slice(first, min(first + CHECKED_ROWS, L))
-            keys = K - L + rows.stop
-            out = rel_attention(
-                q[:, :, rows], k[:, :, :keys], v[:, :, :keys], *positions, r_zero=N - 1, backend="reference"
-            )
-            if backward:
-                out.backward(_of_head(self.problem.dout(), head)[:, :, rows].double())
-            else:
-                outs.append(out)
-        return [tensor.grad for tensor in leaves] if backward else [torch.cat(outs, 2)]
-
-
-def _affordable_heads(problem: Problem) -> list[int]:
-    heads = max(1, CHECKED_PAIRS * problem.heads // max(1, problem.visible_pairs()))
-    return list(range(0, problem.heads, math.ceil(problem.heads / heads)))
-
-
-def _of_head(tensor: Tensor, head: int) -> Tensor:
-    """[B, H, rows, D] or [H, ...]: that head alone, the dimension kept."""
-    return tensor[:, head : head + 1] if tensor.dim() == 4 else tensor[head : head + 1]
-
-
 # ---- Can it run ----------------------------------------------------------------------------------
 
 
@@ -155,32 +84,7 @@ def refusal(
     return None
 
 
-def why(error: Exception) -> str:
-    """The line of an exception that tells most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    while len(lines) > 1 and lines[0].endswith(("raised:", ":")):
-        lines.pop(0)
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 # ---- One problem ---------------------------------------------------------------------------------
-
-
-class Progress(tqdm):
-    """A bar over steps that become known on the way."""
-
-    def __init__(self) -> None:
-        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log needs no more
-        super().__init__(total=0, unit="step", mininterval=every, leave=False, dynamic_ncols=True)
-
-    def expect(self, steps: int) -> None:
-        self.total += steps
-        self.refresh()
-
-    def step(self, text: str) -> None:
-        self.set_description_str(text, refresh=False)
-        self.update()
 
 
 class Bench:
@@ -276,9 +180,14 @@ class Bench:
         for way in self.ways:
             self.bar.step(f"memory of {way.name}")
             rows = {r.which: row for r in results for row in r.rows if row.way == way.name and row.seconds}
-            if rows:
-                for which, extra in extra_memory(way, problem, list(rows)).items():
-                    rows[which].extra_bytes = extra
+            if not rows:
+                continue
+            try:
+                taken = extra_memory(way, problem, list(rows))
+            except ChildProcessError:  # no figure, and the rest of the table goes on
+                continue
+            for which, extra in taken.items():
+                rows[which].extra_bytes = extra
 
 
 def _fill(row: Row, way: Way, problem: Problem, which: str, samples: list[float], rate: float) -> None:
@@ -301,50 +210,6 @@ def _compare(rows: list[Row]) -> None:
     for row in rows:
         if times and row.seconds and not row.ours:
             row.speedup = row.seconds / min(times)
-
-
-# ---- Memory of one way ---------------------------------------------------------------------------
-
-
-def extra_memory(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
-    """Peak bytes of each pass beyond inputs and results. On the CPU measured in a fresh process."""
-    if problem.device != "cpu":
-        return probe(way, problem, passes)
-    job = {"way": way.name, "problem": asdict(problem), "passes": passes, "threads": torch.get_num_threads()}
-    done = subprocess.run(
-        [sys.executable, __file__, "--probe", json.dumps(job)],
-        env={**os.environ, **measure.MEASURABLE_HEAP},
-        capture_output=True,
-        text=True,
-    )
-    # Killed, most likely for want of memory: no figure, and the rest of the table goes on.
-    return json.loads(done.stdout) if done.returncode == 0 else {}
-
-
-def probe(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
-    attend, constants = way.build(problem)
-    kept = sum(tensor.nbytes for tensor in constants)
-    return {which: kept + _probe_pass(way, attend, problem, which) for which in passes}
-
-
-def _probe_pass(way: Way, attend: Attend, problem: Problem, which: str) -> int:
-    task = measure.attention_task(attend, problem, which, [problem.inputs()])
-    if way.compiled or problem.on_gpu:
-        task.run()  # compiles and tunes, for these sizes
-    else:
-        # Loads libraries and starts threads, and leaves nothing behind that the real sizes could use.
-        small = replace(problem, qlen=min(problem.qlen, 32), klen=min(problem.klen, 64))
-        measure.attention_task(way.build(small)[0], small, which, [small.inputs()]).run()
-    return measure.extra_memory(task)
-
-
-def run_probe(text: str) -> int:
-    """What `extra_memory` starts: measures one way and prints the figures as JSON."""
-    job = json.loads(text)
-    torch.set_num_threads(job["threads"])
-    way = next(way for way in [ours(name) for name in backends()] + list(RIVALS) if way.name == job["way"])
-    print(json.dumps(probe(way, Problem(**job["problem"]), job["passes"])))
-    return 0
 
 
 # ---- Output --------------------------------------------------------------------------------------
@@ -375,15 +240,6 @@ def table(result: Result) -> str:
             parts = ", ".join(f"{name} {seconds * 1e3:.4f}" for name, seconds in longest)
             lines.append(f"{row.way}, ms by kernel: {parts}")
     return "\n".join(lines)
-
-
-def tiles() -> list[str]:
-    """What the Triton backend measured and chose in this process. Other calls ran with the defaults."""
-    if not backends()["triton"].available:
-        return []
-    from txl_kernels import triton
-
-    return triton.tuned()
 
 
 def _flops_unit(problem: Problem) -> tuple[str, float]:
@@ -421,20 +277,13 @@ def _figures(row: Row, result: Result) -> tuple[str, ...]:
     )
 
 
-def write_json(path: Path, args: argparse.Namespace, results: list[Result], about: dict[str, Any]) -> None:
+def write_json(args: argparse.Namespace, results: list[Result], about: dict[str, Any]) -> None:
     content = {
         "machine": about | ({} if args.device == "cpu" else {"tiles": tiles()}),
-        "arguments": {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
-        },
-        "results": [asdict(result, dict_factory=finite) for result in results],
+        "arguments": vars(args),
+        "results": [asdict(result, dict_factory=cli.finite) for result in results],
     }
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON has no infinity; the error of a row with NaN is one."""
-    return {name: None if value == math.inf else value for name, value in items}
+    cli.write_json(args.json, content)
 
 
 def write_plot(path: Path, results: list[Result], about: dict[str, Any]) -> None:
@@ -518,14 +367,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"from {', '.join(names)} (all; on a GPU from {GPU_RIVALS[0].name} on)",
     )
-    parser.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
-    parser.add_argument("--repeat", type=whole, default=7, help="samples; the median is reported (7)")
-    parser.add_argument(
-        "--budget",
-        type=positive(float),
-        default=4.0,
-        help="seconds after which a way gets no more than three (4)",
-    )
     parser.add_argument(
         "--no-memory", dest="memory", action="store_false", help="leave out the memory measurement"
     )
@@ -537,13 +378,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="these klen in turn (klen/16 ... klen if none is given)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write everything measured, and the machine"
+        "--plot", type=cli.new_file, metavar="PATH", help="write time and memory against klen as a PNG"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="PATH", help="write time and memory against klen as a PNG"
-    )
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    cli.add_options(parser, repeat=7, budget=4.0)
+    args = cli.parse(parser, argv)
 
     device = args.device.split(":")[0]
     if device not in DEFAULTS:
@@ -563,9 +401,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--backends, --rivals: got no name, needs at least one")
     if args.qlen is not None and args.qlen > args.klen and not args.sweep:
         parser.error(f"--qlen: got {args.qlen}, needs at most klen, {args.klen}")
-    for path in filter(None, (args.json, args.plot)):
-        if not path.absolute().parent.is_dir():
-            parser.error(f"{path}: the folder does not exist")  # now, and not after all the work
     if args.plot is not None:
         try:
             import matplotlib  # noqa: F401
@@ -577,19 +412,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def _default(name: str) -> str:
     values = [getattr(problem, name) for problem in DEFAULTS.values()]
     return str(values[0]) if len(set(values)) == 1 else "{}; on a GPU {}".format(*values)
-
-
-def positive(number: type) -> Any:
-    """What argparse makes of a text: a number above 0."""
-
-    def convert(text: str) -> Any:
-        value = number(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"got {text}, needs more than 0")
-        return value
-
-    convert.__name__ = number.__name__  # argparse puts it in "invalid int value"
-    return convert
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -623,19 +445,8 @@ def our_ways(names: list[str] | None, device: str) -> list[Way]:
     return [ours(name) for name in names]
 
 
-def describe(device: str) -> dict[str, Any]:
-    """The machine, and what our backends say of themselves."""
-    about = measure.machine(device)
-    about["backends"] = {name: info.details for name, info in backends().items() if info.available}
-    return about
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.probe:
-        return run_probe(args.probe)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if args.device != "cpu":
         torch.cuda.set_device(torch.device(args.device).index or 0)
     about = describe(args.device)
@@ -649,8 +460,7 @@ def main(argv: list[str] | None = None) -> int:
     results: list[Result] = []
 
     def save(unfinished: Iterable[Result] = ()) -> None:
-        if args.json:
-            write_json(args.json, args, [*results, *unfinished], about)
+        write_json(args, [*results, *unfinished], about)
 
     for problem in problems(args):
         for result in bench.run(problem, PASSES[args.which], save):

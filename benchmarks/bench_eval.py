@@ -17,10 +17,10 @@ from dataclasses import replace
 import model_figures
 import torch
 import torch.nn.functional as F
-from bench_attn import Progress, positive
-from bench_model import Ours, Work, fill, task, tokens
+from cli import Progress, positive
 from measure import Task
 from model_figures import Figure
+from model_work import Ours, Work, fill, task, tokens
 from torch import Tensor
 
 from txl_kernels import linear

@@ -11,19 +11,17 @@ model has (eager, sdpa), as it comes and compiled. What they compute is compared
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import cli
 import measure
 import torch
-from bench_attn import Progress, describe, positive, why
+from cli import Progress, positive, why
+from machine import describe
 from measure import Task
 from torch import Tensor, nn
 
@@ -186,11 +184,14 @@ def measured(job: Job, args: argparse.Namespace, progress: Progress) -> dict[str
         tasks, args.repeat, args.budget, lambda way: progress.step(f"{job}: timing {way}")
     )
     ms = {way: 1e3 * measure.median(taken) for way, taken in samples.items()}
-    mb = {}
+    mb: dict[str, float | None] = {}
     for way in tasks if args.memory else ():
         progress.expect(1)
         progress.step(f"{job}: memory of {way}")
-        mb[way] = extra_megabytes(job, way, args)
+        try:
+            mb[way] = measure.in_fresh_process(extra_bytes, asdict(job), way) / 1e6
+        except ChildProcessError:  # no figure, and the rest goes on
+            mb[way] = None
     return {**asdict(job), "ms": ms, "extra_mb": mb, "notes": notes}
 
 
@@ -200,27 +201,10 @@ def far(result: Tensor, truth: Tensor) -> float | None:
     return None if error <= TOLERANCE else error
 
 
-def extra_megabytes(job: Job, way: str, args: argparse.Namespace) -> float | None:
-    """Peak memory of a call beyond what was there and what it returns, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--probe", json.dumps([asdict(job), way, torch.get_num_threads()])],
-        env={**os.environ, **measure.MEASURABLE_HEAP},
-        capture_output=True,
-        text=True,
-    )
-    return int(done.stdout) / 1e6 if done.returncode == 0 else None  # killed for want of memory, perhaps
-
-
-def probe(text: str) -> int:
-    job, way, threads = json.loads(text)
-    torch.set_num_threads(threads)
-    # Loads libraries and starts threads, and leaves nothing behind that the real size could use.
-    Job(**{**job, "T": 16}).task(way).run()
-    task = Job(**job).task(way)
-    if ways(job["model"])[way][1]:
-        task.run()  # compiles
-    print(measure.extra_memory(task))
-    return 0
+def extra_bytes(job: dict[str, Any], way: str) -> int:
+    """What `measured` has a process measure."""
+    task, (_, compiled) = Job(**job).task(way), ways(job["model"])[way]
+    return measure.extra_memory(task, warm_up=task if compiled else Job(**{**job, "T": 16}).task(way))
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -240,7 +224,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Time layers of Hugging Face's Conformers and XLNet, theirs and by rel_attention."
     )
-    whole = positive(int)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -249,27 +232,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME",
         help=f"of {', '.join(MODELS)} (all)",
     )
-    parser.add_argument("--steps", type=whole, metavar="T", help=f"frames or tokens ({LENGTHS})")
+    parser.add_argument("--steps", type=positive(int), metavar="T", help=f"frames or tokens ({LENGTHS})")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(both)")
     parser.add_argument(
         "--no-compile", dest="compile", action="store_false", help="leave out theirs compiled"
     )
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out peak memory")
-    parser.add_argument("--repeat", type=whole, default=9, help="samples; medians count (9)")
-    parser.add_argument(
-        "--budget",
-        type=positive(float),
-        default=20.0,
-        help="seconds after which three samples are enough (20)",
-    )
-    parser.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures, and the machine")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.probe:
-        return probe(args.probe)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    cli.add_options(parser, repeat=9, budget=20.0)
+    args = cli.parse(parser, argv)
     try:
         import transformers
     except ImportError:
@@ -286,10 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         for part in args.parts:
             for which in PASSES:
                 results.append(measured(Job(name, args.steps or LENGTHS[name], part, which), args, progress))
-                if args.json:
-                    args.json.write_text(
-                        json.dumps({"machine": machine, "results": results}, indent=1) + "\n"
-                    )
+                cli.write_json(args.json, {"machine": machine, "results": results})
     progress.close()
     print(table(results))
     return 0

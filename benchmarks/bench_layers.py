@@ -9,17 +9,16 @@ turns; each is checked before it is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import cli
 import measure
 import torch
 import torch.nn.functional as F
-from bench_attn import describe, positive
+from machine import describe
 from measure import Task
 from torch import Tensor
 from tqdm import tqdm
@@ -75,12 +74,8 @@ def dropout_tasks(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Task
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time linear and dropout beside torch's own, on the CPU.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
-    parser.add_argument("--repeat", type=positive(int), default=15, help="samples; medians count (15)")
-    parser.add_argument("--threads", type=positive(int), help="CPU threads (torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write times and the machine")
-    args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    cli.add_options(parser, repeat=15)
+    args = cli.parse(parser, argv)
     dtype = getattr(torch, args.dtype)
     cases = {
         f"linear, {rows} x {depth} -> {outputs}": partial(linear_tasks, rows, depth, outputs, dtype)
@@ -99,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.append({"name": name, **took})
         ratio = took["torch"] / took["ours"]
         tqdm.write(f"{name:40} {took['torch']:10.3f} {took['ours']:10.3f} {ratio:6.2f}x")
-        if args.json:
-            report = {"machine": machine, "dtype": args.dtype, "ms": lines}
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        cli.write_json(args.json, {"machine": machine, "dtype": args.dtype, "ms": lines})
     return 0
 
 

@@ -14,57 +14,27 @@ import argparse
 import json
 import logging
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, replace
+from typing import Any
 
 import measure
 import model_figures
 import torch
-from bench_attn import Progress, why
-from measure import Task
+from cli import Progress, why
 from model_figures import Figure
+from model_work import Ours, Side, Work, clear_gradients, fill, task, tokens
 from torch import Tensor
 
-from txl_model import Memory, TransformerXL, TransformerXLConfig
-from txl_model.config import NOT_SCORED
+from txl_model import TransformerXL, TransformerXLConfig
 from txl_model.convert import from_huggingface
 
 RELEASE = "4.37.2"
 NEEDED = f"needs transformers=={RELEASE}: pip install -r tests/parity/requirements.txt"
 RIVAL = "Hugging Face"
 
-FILL = 1024  # tokens at a time while the memory of a work is filled
 CHECKED_SEGMENTS = 2
-# Our memory has room for twice what it holds, and moves once that is used up: a sample of ours reads so
-# much that it pays for a move. Of single tokens fewer, whose moves cost next to nothing.
-MOST_SEGMENTS = 32
-
-
-@dataclass(frozen=True)
-class Work:
-    """Reading `n_token` tokens after a memory of `mem_len`: once more and once more, or a training step."""
-
-    kind: str
-    n_token: int
-    mem_len: int
-    clamp_len: int
-    same_length: bool
-    target: float | None = None
-    training: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}, {self.n_token:,} + {self.mem_len:,}"
-
-    @property
-    def segments(self) -> int:
-        """Segments that one sample of ours reads."""
-        return min(MOST_SEGMENTS, math.ceil(self.mem_len / self.n_token))
-
 
 WORKS = (
     Work("evaluation", 80, 2100, 820, True, 5.0),
@@ -82,56 +52,7 @@ def shortened(work: Work, by: int) -> Work:
     )
 
 
-# ---- The two sides -------------------------------------------------------------------------------
-
-
-class Side(Protocol):
-    """An implementation of the model, with random weights."""
-
-    vocab_size: int
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    def train(self, on: bool) -> None:
-        """With dropout, or without it."""
-
-    def begin(self, work: Work) -> Any:
-        """The memory of a text not begun, to be read as this work says."""
-
-    def read(self, input_ids: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """Log-probabilities [1, T, V] of the next tokens, and the next memory."""
-
-    def loss(self, input_ids: Tensor, memory: Any) -> Tensor:
-        """Mean loss, in nats, of each token but the first, given those before it."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Of the last `loss`, by our names."""
-
-
-class Ours:
-    def __init__(self, model: TransformerXL) -> None:
-        self.model, self.vocab_size = model, model.config.vocab_size
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.model.parameters()
-
-    def train(self, on: bool) -> None:
-        self.model.train(on)
-
-    def begin(self, work: Work) -> Memory:
-        kind = "hidden" if work.training else "kv"
-        return self.model.new_memory(1, work.mem_len, work.clamp_len, work.same_length, kind)
-
-    def read(self, input_ids: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        out = self.model(input_ids, memory)
-        return out.logits.log_softmax(-1), out.memory
-
-    def loss(self, input_ids: Tensor, memory: Memory) -> Tensor:
-        labels = torch.cat([input_ids[:, 1:], torch.full_like(input_ids[:, :1], NOT_SCORED)], dim=1)
-        return self.model(input_ids, memory, labels).loss
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.model.named_parameters()}
+# ---- The rival -----------------------------------------------------------------------------------
 
 
 class HuggingFace:
@@ -202,21 +123,6 @@ def same_weights(their_model: Any) -> TransformerXL:
 # ---- Is it right ---------------------------------------------------------------------------------
 
 
-def tokens(side: Side, n: int, seed: int) -> Tensor:
-    """Random text, [1, n]."""
-    return torch.randint(side.vocab_size, (1, n), generator=torch.Generator().manual_seed(seed))
-
-
-def fill(side: Side, work: Work) -> Any:
-    """A memory that is full, of a random text."""
-    side.train(False)
-    memory = side.begin(work)
-    with torch.no_grad():
-        for segment in tokens(side, work.mem_len, seed=0).split(FILL, dim=1):
-            _, memory = side.read(segment, memory)
-    return memory
-
-
 def errors(sides: tuple[Side, Side], memories: list[Any], work: Work) -> dict[str, float]:
     """How far the two are apart on some segments, by the names of `model_figures.TOLERANCE`."""
     log_probabilities, gradients = [], []
@@ -247,33 +153,7 @@ def _gradients(side: Side, input_ids: Tensor, memory: Any) -> dict[str, Tensor]:
     return gradients
 
 
-def clear_gradients(side: Side) -> None:
-    for parameter in side.parameters():
-        parameter.grad = None
-
-
-# ---- Time ----------------------------------------------------------------------------------------
-
-
-def task(side: Side, work: Work, memory: Any, segments: int = 1) -> Task:
-    """The next segment of a text, and the next; or a training step, gradients of the last one cleared."""
-    ids = tokens(side, work.n_token, seed=1)
-
-    def read(_: None) -> tuple[()]:
-        nonlocal memory
-        with torch.no_grad():
-            for _ in range(segments):
-                _, memory = side.read(ids, memory)
-        return ()
-
-    def step(_: None) -> tuple[()]:
-        side.loss(ids, memory).backward()
-        return ()
-
-    side.train(work.training)
-    if work.training:
-        return Task(step, lambda: clear_gradients(side))
-    return Task(read, passes=segments)
+# ---- The rows ------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -338,26 +218,22 @@ class Bench:
         """Peak memory of the training step, gradients included, beyond what was there before it."""
         figure = self._figure(f"peak memory of {work.name}", "MB", MEMORY_TARGET)
         sides = ["ours"] if self.missing else ["ours", "eager"]
+        config = asdict(model_figures.config(self.args))
         self.progress.expect(len(sides))
         for side in sides:
             self.progress.step(f"memory of {side}")
-            done = subprocess.run(
-                [sys.executable, __file__, *self.args.argv, "--probe", side],
-                env={**os.environ, **measure.MEASURABLE_HEAP},
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:  # killed for want of memory, perhaps
-                figure.reason = f"the process that measures {side} ended with status {done.returncode}"
+            try:
+                megabytes = measure.in_fresh_process(extra_bytes, side, asdict(work), config) / 1e6
+            except ChildProcessError as error:
+                figure.reason = f"{side}: {error}"
                 return figure
-            megabytes = int(done.stdout) / 1e6
             if side == "ours":
                 figure.ours = megabytes
             else:
                 figure.rival, figure.rival_is = megabytes, side
         return figure
 
-    def _figure(self, name: str, unit: str, target: float) -> Figure:
+    def _figure(self, name: str, unit: str, target: float | None) -> Figure:
         on_target = model_figures.published_sizes(self.args)
         return Figure(name, unit, target if on_target else None, reason=self.missing)
 
@@ -365,16 +241,12 @@ class Bench:
         return self.args.rows is None or kind in self.args.rows
 
 
-def probe(name: str, args: argparse.Namespace) -> int:
-    """What `Bench.memory` starts: one side's bytes, printed."""
-    work = shortened(WORKS[-1], args.shorten)
-    config = model_figures.config(args)
-    side = Ours(TransformerXL(config)) if name == "ours" else HuggingFace(their_model(config))
-    memory = fill(side, work)
-    # Loads libraries and starts threads, and leaves nothing behind that the real size could use.
-    task(side, replace(work, n_token=8), memory).run()
-    print(measure.extra_memory(task(side, work, memory)))
-    return 0
+def extra_bytes(name: str, work: dict[str, Any], config: dict[str, Any]) -> int:
+    """What `Bench.memory` has a process measure of one side."""
+    step, settings = Work(**work), TransformerXLConfig(**config)
+    side = Ours(TransformerXL(settings)) if name == "ours" else HuggingFace(their_model(settings))
+    memory = fill(side, step)
+    return measure.extra_memory(task(side, step, memory), task(side, replace(step, n_token=8), memory))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -388,10 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-compile", dest="compile", action="store_false", help="leave out Hugging Face's model compiled"
     )
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
     args = model_figures.parse(parser, argv)
-    if args.probe:
-        return probe(args.probe, args)
     # The compiler remarks on each place where their forward pass cannot be one graph, and gives up on a
     # function with more than eight versions: there are twelve layers.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)

@@ -251,7 +251,7 @@ run_benchmarks() {
 # ---- Summary -----------------------------------------------------------------------------------------------
 
 {
-  printf '\n%s\n' "$gpu, commit $(cd benchmarks && "$python" -c 'import measure; print(measure.commit() or "unknown")')"
+  printf '\n%s\n' "$gpu, commit $(cd benchmarks && "$python" -c 'import machine; print(machine.commit() or "unknown")')"
   printf '%s\n' "${summary[@]}"
   echo "$SECONDS s in all; in $folder"
 } | tee -a "$tables" "$log"

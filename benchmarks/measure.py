@@ -1,149 +1,34 @@
-"""What the benchmarks share: the problem, the clock, the memory meter, the machine."""
+"""The clock and the memory meter."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import inspect
 import itertools
+import json
 import math
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from problem import BACKWARD, DECODE, FORWARD, Problem
 from torch import Tensor
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-FORWARD, BACKWARD, TRAIN, DECODE = "forward", "backward", "forward+backward", "decode"
-
-# Products over the visible pairs: (content, position). Forward: Q K^T and P V; (Q + v) R^T. Backward: the
-# scores again, dP, dV, dK, dQ; of the position term the scores again, dQ, dR.
-PRODUCTS = {FORWARD: (2, 1), BACKWARD: (5, 3), TRAIN: (7, 4), DECODE: (2, 1)}
 
 GEMM_SIZE = 2048
 GPU_GEMM_SIZE = 8192
 SHORTEST_SAMPLE = 0.02  # seconds; shorter calls are repeated within one sample
 FEWEST_SAMPLES = 3
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One causal attention as in `rel_attention`: the queries are the last `qlen` of `klen` positions."""
-
-    qlen: int = 1900
-    klen: int = 3800
-    batch: int = 1
-    heads: int = 8
-    d_head: int = 64
-    dtype: str = "float32"
-    clamp_len: int | None = None
-    device: str = "cpu"
-
-    @property
-    def rows(self) -> int:
-        """N: rows of r. Further distances than `clamp_len` all use row 0."""
-        return self.klen if self.clamp_len is None else min(self.klen, self.clamp_len + 1)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def itemsize(self) -> int:
-        return self.torch_dtype.itemsize
-
-    def visible_pairs(self, nearer_than: int | None = None) -> int:
-        """Pairs (query, key) that the causal mask lets through, with a distance below `nearer_than`."""
-        longest = self.klen if nearer_than is None else min(self.klen, nearer_than)
-        # Query i sees klen - qlen + i + 1 keys.
-        first, last = self.klen - self.qlen + 1, self.klen
-        ramp_end = min(last, longest)
-        ramp = (first + ramp_end) * (ramp_end - first + 1) // 2 if ramp_end >= first else 0
-        flat = longest * (last - max(first, longest + 1) + 1) if last > longest else 0
-        return self.batch * self.heads * (ramp + flat)
-
-    def flops(self, which: str, position: bool = True) -> int:
-        """Useful work: visible pairs only, and no position product for pairs whose distance is clamped."""
-        content_products, position_products = PRODUCTS[which]
-        work = content_products * self.visible_pairs()
-        if position:
-            work += position_products * self.visible_pairs(nearer_than=self.rows)
-        return 2 * self.d_head * work
-
-    def cache_bytes(self, position: bool = True) -> int:
-        """Bytes of k, v and r: what one decoding step has to read."""
-        per_head = 2 * self.batch * self.klen + (self.rows if position else 0)
-        return per_head * self.heads * self.d_head * self.itemsize
-
-    def square_bytes(self) -> int:
-        """Bytes of one [B, H, L, K] tensor."""
-        return self.batch * self.heads * self.qlen * self.klen * self.itemsize
-
-    def inputs(self, seed: int = 0) -> tuple[Tensor, ...]:
-        """q [B,H,L,D], k and v [B,H,K,D], r [H,N,D], bias_u and bias_v [H,D]: standard normal."""
-        b, h, d = self.batch, self.heads, self.d_head
-        shapes = (
-            (b, h, self.qlen, d),
-            (b, h, self.klen, d),
-            (b, h, self.klen, d),
-            (h, self.rows, d),
-            (h, d),
-            (h, d),
-        )
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return tuple(self._randn(shape, generator) for shape in shapes)
-
-    def dout(self) -> Tensor:
-        """The gradient that arrives at the output, [B,H,L,D]."""
-        generator = torch.Generator(self.device).manual_seed(1)
-        return self._randn((self.batch, self.heads, self.qlen, self.d_head), generator)
-
-    def _randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator, device=self.device).to(self.torch_dtype)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device != "cpu"
-
-    def __str__(self) -> str:
-        clamp = "" if self.clamp_len is None else f", clamp {self.clamp_len}"
-        sizes = f"B {self.batch}, H {self.heads}, L {self.qlen}, K {self.klen}, D {self.d_head}"
-        return f"{sizes}{clamp}, {self.dtype} on {self.device}"
-
-
-# The shapes the project holds itself to (B 1, H 8, D 64 unless said).
-SHAPES = {
-    "headline": Problem(1900, 3800),
-    "segment": Problem(512, 3800),
-    "evaluation": Problem(128, 3800),
-    "short-evaluation": Problem(80, 2180),
-    "wt103-base": Problem(150, 300, batch=4, heads=10, d_head=41),
-    "training": Problem(512, 1024),
-    "clamped": Problem(1900, 3800, clamp_len=1000),
-    "decode": Problem(1, 3800),
-}
-# The same for GPUs: 64 heads in all, 16 to a batch entry; by the head dimension.
-GPU_HEADLINE = {
-    d_head: Problem(2048, 4096, batch=4, heads=16, d_head=d_head, dtype="bfloat16", device="cuda")
-    for d_head in (64, 128)
-}
-GPU_DECODE = {
-    d_head: replace(problem, qlen=1, klen=3800, batch=64) for d_head, problem in GPU_HEADLINE.items()
-}
 
 # ---- Time ----------------------------------------------------------------------------------------
 
@@ -413,11 +298,13 @@ def _cgroup_room() -> Iterator[int]:
             continue
 
 
-def extra_memory(task: Task) -> int:
-    """Peak bytes of one call beyond what was there before and what it returns.
+def extra_memory(task: Task, warm_up: Task) -> int:
+    """Peak bytes of one call beyond what was there before and what it returns; on the CPU `in_fresh_process`.
 
-    On the CPU this wants a process of its own, started with `MEASURABLE_HEAP` in its environment.
+    warm_up: loads libraries and starts threads. A smaller task, which leaves nothing behind that this one
+    could use; or this one, where that compiles or tunes for its sizes.
     """
+    warm_up.run()
     state = task.setup()
     gc.collect()
     if task.device != "cpu":
@@ -436,8 +323,20 @@ def extra_memory(task: Task) -> int:
     return max(0, peak - before - returned)
 
 
-# glibc then returns every larger block to the system once it is freed; a kept one would hide later needs.
-MEASURABLE_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module in this folder returns; it and the arguments have to be JSON's."""
+    module = Path(inspect.getfile(function)).stem  # its __module__ may be "__main__"
+    call = json.dumps([module, function.__name__, arguments, torch.get_num_threads()])
+    done = subprocess.run(
+        [sys.executable, __file__, call],
+        # glibc then returns every larger block once it is freed; a kept one would hide later needs.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:  # killed, most likely for want of memory
+        raise ChildProcessError(f"the process that measures memory ended with status {done.returncode}")
+    return json.loads(done.stdout)
 
 
 def reset_peak() -> None:
@@ -464,76 +363,7 @@ def _proc_kib(file: str, key: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), None)
 
 
-# ---- Machine -------------------------------------------------------------------------------------
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Where and with what the figures were taken."""
-    about = {
-        "cpu": cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "last_cache_mib": last_cache_bytes("cpu") // MIB,
-        "gpu": torch.cuda.get_device_name(device) if device != "cpu" else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    return about if device == "cpu" else about | gpu(device)
-
-
-def gpu(device: str) -> dict[str, Any]:
-    import triton
-
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "gpu_memory_mib": properties.total_memory // MIB,
-        "l2_cache_mib": properties.L2_cache_size // MIB,
-        "driver": nvidia_driver(),
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-    }
-
-
-def nvidia_driver() -> str | None:
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:  # in a container or a virtual machine, perhaps
-        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            return None
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
-
-
-def commit() -> str | None:
-    """The source's commit, with `+changes` where the tree differs from it, or what TXL_COMMIT says; None
-    outside a git checkout."""
-    if given := os.environ.get("TXL_COMMIT"):
-        return given
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ("git", *arguments), cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "-uno") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
+if __name__ == "__main__":  # the process that `in_fresh_process` starts
+    module, function, arguments, threads = json.loads(sys.argv[1])
+    torch.set_num_threads(threads)
+    print(json.dumps(getattr(importlib.import_module(module), function)(*arguments)))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
+import cli
 import measure
-import torch
-from bench_attn import Progress, describe, finite, positive
+from cli import Progress, finite, positive
+from machine import describe
 from measure import Task
 
 from txl_model import TransformerXLConfig
@@ -144,25 +142,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     it.add_argument(
         "--shorten", type=whole, default=1, metavar="N", help="divide all lengths by N, for a trial (1)"
     )
-    it.add_argument("--repeat", type=whole, default=15, help="samples; medians count (15)")
-    it.add_argument(
-        "--budget",
-        type=positive(float),
-        default=24.0,
-        help="seconds after which three samples are enough (24)",
-    )
-    it.add_argument("--threads", type=whole, help="CPU threads (torch's choice)")
-    it.add_argument("--json", type=Path, metavar="PATH", help="write all that was measured, and the machine")
+    cli.add_options(it, repeat=15, budget=24.0)
     return it
 
 
 def parse(it: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    args = it.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else argv
-    if args.json is not None and not os.access(args.json.absolute().parent, os.W_OK):
-        it.error(f"--json: cannot write to {args.json.absolute().parent}")  # now, and not after all the work
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args = cli.parse(it, argv)
+    args.argv = sys.argv[1:] if argv is None else argv  # as it was given, for the JSON
     return args
 
 
@@ -192,9 +178,6 @@ def report(
     finally:
         progress.close()
     print("\n" + table(figures, titles))
-    if args.json:
-        lines = [figure.to_dict() for figure in figures]
-        arguments = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
-        content = {"machine": about, "arguments": arguments, "figures": lines}
-        args.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    content = {"machine": about, "arguments": vars(args), "figures": [f.to_dict() for f in figures]}
+    cli.write_json(args.json, content)
     return 1 if any(figure.failed for figure in figures) else 0

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import cli
 import measure
 import torch
-from bench_attn import ERROR_BOUND, Truth, describe, extra_memory, tiles, why
-from measure import DECODE, FORWARD, GPU_DECODE, GPU_HEADLINE, SHAPES, TRAIN, Problem, Task
-from rivals import RIVALS, Way, by_warpgroups, floor_kernel, ours
+from cli import why
+from machine import describe, tiles
+from measure import Task
+from problem import DECODE, ERROR_BOUND, FORWARD, GPU_DECODE, GPU_HEADLINE, SHAPES, TRAIN, Problem, Truth
+from rivals import RIVALS, Way, by_warpgroups, extra_memory, floor_kernel, ours
 
 from txl_kernels import cuda
 
@@ -206,10 +207,7 @@ def megabytes(problem: Problem) -> Callable[[int], float]:
     """Peak memory of forward + backward beyond inputs and gradients."""
 
     def value(repeat: int) -> float:
-        taken = extra_memory(our_way(problem), problem, [TRAIN])
-        if not taken:
-            raise RuntimeError("the process that measures it came to grief: bench_attn.py shows why")
-        return taken[TRAIN] / 1e6
+        return extra_memory(our_way(problem), problem, [TRAIN])[TRAIN] / 1e6
 
     return value
 
@@ -353,13 +351,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rows", nargs="+", metavar="TEXT", help="only figures whose name begins with one of these"
     )
-    parser.add_argument("--repeat", type=int, default=15, help="samples per figure; medians count (15)")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures and the machine")
     parser.add_argument("--list", action="store_true", help="print the names and targets, measure nothing")
-    args = parser.parse_args(argv)
-    if args.repeat < 1:
-        parser.error(f"--repeat: got {args.repeat}, needs at least 1")
+    cli.add_options(parser, repeat=15)
+    args = cli.parse(parser, argv)
     of_device = FIGURES if args.device == "cpu" else GPU_FIGURES
     figures = [f for f in of_device if args.rows is None or f.name.startswith(tuple(args.rows))]
     if not figures:
@@ -371,8 +365,6 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device: got cuda, but torch {torch.__version__} sees no CUDA device")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     about = describe(args.device)
     if args.device == "cpu":
         print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, level {cpu_level()}")
@@ -382,9 +374,8 @@ def main(argv: list[str] | None = None) -> int:
     for figure in figures:
         lines.append(run(figure, args.repeat))
         print(text(lines[-1]), flush=True)
-        if args.json:  # now: what comes may be stopped
-            machine = about | ({"tiles": tiles()} if args.device == "cuda" else {})
-            args.json.write_text(json.dumps({"machine": machine, "figures": lines}, indent=1) + "\n")
+        machine = about | ({"tiles": tiles()} if args.device == "cuda" else {})
+        cli.write_json(args.json, {"machine": machine, "figures": lines})  # now: what comes may be stopped
         measure.check_gpu(figure.name)
     return 1 if any(line["verdict"] in ("MISSED", "FAILED") for line in lines) else 0
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import measure
 import torch
 import torch.nn.functional as F
-from measure import BACKWARD, TRAIN, Problem
+from problem import BACKWARD, TRAIN, Problem
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from txl_kernels import cuda, rel_attention
+from txl_kernels import backends, cuda, rel_attention
 from txl_kernels.reference import naive as reference_naive
 from txl_kernels.reference import shift as reference_shift
 
@@ -297,3 +298,34 @@ RIVALS = (
 )
 # The first two are there to show where the others come from.
 GPU_RIVALS = tuple(way for way in RIVALS if way.name not in ("naive", "published"))
+
+
+# ---- Memory of one way ---------------------------------------------------------------------------
+
+
+def extra_memory(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
+    """Peak bytes of each pass beyond inputs and results. On the CPU measured in a fresh process."""
+    if problem.on_gpu:
+        return _extra_memory(way, problem, passes)
+    return measure.in_fresh_process(extra_memory_here, way.name, asdict(problem), passes)
+
+
+def extra_memory_here(name: str, problem: dict[str, Any], passes: list[str]) -> dict[str, int]:
+    """What `extra_memory` has the process do."""
+    way = next(way for way in (*map(ours, backends()), *RIVALS) if way.name == name)
+    return _extra_memory(way, Problem(**problem), passes)
+
+
+def _extra_memory(way: Way, problem: Problem, passes: list[str]) -> dict[str, int]:
+    attend, constants = way.build(problem)
+    kept = sum(tensor.nbytes for tensor in constants)
+    return {which: kept + _extra_memory_of_pass(way, attend, problem, which) for which in passes}
+
+
+def _extra_memory_of_pass(way: Way, attend: Attend, problem: Problem, which: str) -> int:
+    task = measure.attention_task(attend, problem, which, [problem.inputs()])
+    if way.compiled or problem.on_gpu:
+        return measure.extra_memory(task, warm_up=task)
+    small = replace(problem, qlen=min(problem.qlen, 32), klen=min(problem.klen, 64))
+    warm_up = measure.attention_task(way.build(small)[0], small, which, [small.inputs()])
+    return measure.extra_memory(task, warm_up)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import measure
 import pytest
-from measure import DECODE, FORWARD, SHAPES, TRAIN
+from problem import DECODE, FORWARD, SHAPES, TRAIN
 from rivals import ours
 
 from txl_kernels import backends

@@ -20,7 +20,7 @@ import bench_layers
 import measure
 import must_reach
 import rivals
-from measure import BACKWARD, DECODE, FORWARD, TRAIN, Problem
+from problem import BACKWARD, DECODE, FORWARD, TRAIN, Problem
 from rivals import Way
 from torch.nn.attention import SDPBackend
 
@@ -220,7 +220,7 @@ def test_row_of_a_backend_that_is_missing(capsys):
         (["--backends", "magic"], "--backends: got magic, needs names from reference, cpu"),
         (["--backends", "--rivals"], "--backends, --rivals: got no name, needs at least one"),
         (["--device", "tpu"], "--device: got tpu, needs cpu or cuda"),
-        (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: the folder does not exist"),
+        (["--json", "/no/such/folder/x.json"], "argument --json: cannot write to /no/such/folder"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
@@ -326,11 +326,27 @@ def test_measured_memory():
     """In a process of its own, through the command line: the shift forms scores, the fused kernel none."""
     problem = Problem(950, 1900, heads=2, d_head=16)
     (shift,) = (way for way in rivals.RIVALS if way.name == "shift")
-    taken = bench_attn.extra_memory(shift, problem, [FORWARD, TRAIN])
+    taken = rivals.extra_memory(shift, problem, [FORWARD, TRAIN])
     assert 2 * problem.square_bytes() < taken[FORWARD] < taken[TRAIN] < 12 * problem.square_bytes()
     if OURS == "cpu":
-        taken = bench_attn.extra_memory(rivals.ours("cpu"), problem, [TRAIN])
+        taken = rivals.extra_memory(rivals.ours("cpu"), problem, [TRAIN])
         assert taken[TRAIN] < problem.square_bytes()
+
+
+def test_a_process_that_dies_is_named():
+    with pytest.raises(ChildProcessError, match="ended with status 1"):
+        measure.in_fresh_process(rivals.extra_memory_here, "no such way", {}, [])
+
+
+def test_no_memory_of_a_way_whose_process_dies(capsys, monkeypatch):
+    def die(way, problem, passes):
+        raise ChildProcessError("ended with status -9")
+
+    monkeypatch.setattr(bench_attn, "extra_memory", die)
+    options = [option for option in TINY if option != "--no-memory"]
+    assert bench_attn.main([*options, "--backends", OURS, "--rivals", "shift"]) == 0
+    out = capsys.readouterr().out
+    assert line_of(out, "shift").split()[4] == "?" and "x faster" in line_of(out, "shift")
 
 
 # ---- must_reach ----------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_eval
 import bench_model
+import cli
 import measure
 import model_figures
-from bench_model import Ours, Work
+import model_work
 from model_figures import Figure
+from model_work import Ours, Work
 
 from txl_model import TransformerXL, TransformerXLConfig
 
@@ -47,7 +49,7 @@ def model(**changed) -> TransformerXL:
 
 def errors(rival: Ours, work: Work) -> dict[str, float]:
     sides = (Ours(model()), rival)
-    return bench_model.errors(sides, [bench_model.fill(side, work) for side in sides], work)
+    return bench_model.errors(sides, [model_work.fill(side, work) for side in sides], work)
 
 
 def line_of(out: str, name: str) -> str:
@@ -83,7 +85,7 @@ def test_another_release_is_no_rival(monkeypatch):
 def test_the_rival_has_our_numbers(work):
     theirs = bench_model.their_model(TransformerXLConfig(**SIZES))
     sides = (Ours(bench_model.same_weights(theirs)), bench_model.HuggingFace(theirs))
-    memories = [bench_model.fill(side, work) for side in sides]
+    memories = [model_work.fill(side, work) for side in sides]
     assert model_figures.wrong(bench_model.errors(sides, memories, work)) is None
 
 
@@ -154,7 +156,7 @@ def test_no_ratio_of_wrong_numbers(capsys, monkeypatch):
 
 def test_training_is_timed_with_dropout_and_without_old_gradients():
     side = Ours(model(dropout=0.5))
-    task = bench_model.task(side, TRAINING, bench_model.fill(side, TRAINING))
+    task = model_work.task(side, TRAINING, model_work.fill(side, TRAINING))
     assert side.model.training
     losses = set()
     for _ in range(2):
@@ -175,7 +177,7 @@ def test_reading_goes_on_from_where_it_was():
             return super().read(input_ids, memory)
 
     side = Watched(model())
-    task = bench_model.task(side, READING, side.begin(READING), segments=3)
+    task = model_work.task(side, READING, side.begin(READING), segments=3)
     task.run()
     assert lengths == [0, 5, 10] and task.passes == 3 and not side.model.training
 
@@ -212,7 +214,7 @@ def test_time_is_per_token(monkeypatch):
     monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
     args = model_figures.parse(model_figures.parser(""), TINY)
     args.segment, args.clamp_len = 4, -1
-    figure = bench_eval.Bench(args, model_figures.Progress()).time(1800)  # 18 tokens
+    figure = bench_eval.Bench(args, cli.Progress()).time(1800)  # 18 tokens
     assert figure.rival == 1e3
     assert figure.ours == pytest.approx(1e3 / (4 * 5))  # five segments of four tokens: 18 and a move
 

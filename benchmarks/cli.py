@@ -1,0 +1,96 @@
+"""What the commands have in common: options, the progress bar, words for an error, the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+
+def positive(number: type) -> Any:
+    """What argparse makes of a text: a number above 0."""
+
+    def convert(text: str) -> Any:
+        value = number(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"got {text}, needs more than 0")
+        return value
+
+    convert.__name__ = number.__name__  # argparse puts it in "invalid int value"
+    return convert
+
+
+def new_file(text: str) -> Path:
+    """A file to be written later. Refused now, and not after all the work."""
+    folder = Path(text).absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {folder}")
+    return Path(text)
+
+
+def add_options(parser: argparse.ArgumentParser, repeat: int, budget: float | None = None) -> None:
+    """The options of every command; --budget where it has a default."""
+    parser.add_argument(
+        "--repeat", type=positive(int), default=repeat, help=f"samples; medians count ({repeat})"
+    )
+    if budget is not None:
+        parser.add_argument(
+            "--budget",
+            type=positive(float),
+            default=budget,
+            help=f"seconds after which three samples are enough ({budget:g})",
+        )
+    parser.add_argument("--threads", type=positive(int), help="CPU threads (torch's choice)")
+    parser.add_argument(
+        "--json", type=new_file, metavar="PATH", help="write all that was measured, and the machine"
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+class Progress(tqdm):
+    """A bar over steps that become known on the way."""
+
+    def __init__(self) -> None:
+        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log needs no more
+        super().__init__(total=0, unit="step", mininterval=every, leave=False, dynamic_ncols=True)
+
+    def expect(self, steps: int) -> None:
+        self.total += steps
+        self.refresh()
+
+    def step(self, text: str) -> None:
+        self.set_description_str(text, refresh=False)
+        self.update()
+
+
+def why(error: Exception) -> str:
+    """The line of an exception that tells most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(("raised:", ":")):
+        lines.pop(0)
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Where a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1, allow_nan=False, default=str) + "\n")
+
+
+def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON has no infinity; the error of a row with NaN is one."""
+    return {name: None if value == math.inf else value for name, value in items}
