@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -16,7 +17,9 @@ pytest.importorskip("tqdm", reason="the benchmarks need it: pip install -e '.[be
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_attn
+import bench_huggingface
 import bench_layers
+import cli
 import measure
 import must_reach
 import rivals
@@ -535,3 +538,46 @@ def test_wrong_layers_are_not_timed(monkeypatch, name):
     monkeypatch.setattr(bench_layers, name, lambda x, other: x[:, :1].expand(len(x), 2048) * 0)
     with pytest.raises(ArithmeticError, match=f"{name} is WRONG"):
         bench_layers.main(["--repeat", "1"])
+
+
+# ---- bench_huggingface -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("results", "timed", "notes"),
+    [
+        ({"eager": 1.0, "sdpa": 1.0, "ours": 1.0}, ["ours", "eager", "sdpa"], {}),
+        ({"sdpa": 1.0, "ours": 1.0}, ["ours", "sdpa"], {"eager": "RuntimeError: eager cannot run"}),
+        (
+            {"ours": 1.0},
+            [],
+            {
+                "eager": "RuntimeError: eager cannot run",
+                "sdpa": "RuntimeError: sdpa cannot run",
+                "ours": "not timed: none of theirs runs, to compare with",
+            },
+        ),
+        ({"eager": 1.0, "sdpa": 1.0}, ["eager", "sdpa"], {"ours": "RuntimeError: ours cannot run"}),
+        (
+            {"eager": 1.0, "sdpa": 1.0, "ours": 1.1},
+            ["eager", "sdpa"],
+            {"ours": "WRONG: differs from theirs by 1.0e-01"},
+        ),
+    ],
+    ids=["all", "theirs fails", "all of theirs fail", "ours fails", "ours is wrong"],
+)
+def test_layers_that_cannot_run_or_are_wrong(monkeypatch, results, timed, notes):
+    def task(job, way):
+        if way not in results:
+            raise RuntimeError(f"{way} cannot run")
+        return measure.Task(lambda _: (torch.full((3,), results[way]),))
+
+    monkeypatch.setattr(bench_huggingface.Job, "task", task)
+    args = argparse.Namespace(compile=False, memory=False, repeat=2, budget=1.0)
+    job = bench_huggingface.Job("parakeet", 8, "block", "forward")
+    result = bench_huggingface.measured(job, args, cli.Progress())
+    assert list(result["ms"]) == timed and result["notes"] == notes
+    lines = bench_huggingface.table([result]).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [*timed, *notes]
+    for way, line in zip(timed, lines[2:], strict=False):  # ratios are to ours
+        assert line.endswith("x") == (way != "ours" and "ours" in timed)
