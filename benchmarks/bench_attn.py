@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cli
@@ -122,7 +123,7 @@ class Bench:
             yardstick, per_call = measure.copy_task(problem.device)
 
         rows = [Row(way.name, way.ours) for way in self.ways]
-        tasks = {"": yardstick}
+        tasks = {"the machine": yardstick}
         self.bar.expect(len(rows))
         for way, row in zip(self.ways, rows, strict=True):
             self.bar.step(f"{which}: checking {way.name}")
@@ -130,14 +131,8 @@ class Bench:
             if row.reason is None and (task := self._checked_task(way, row, truth, sets)):
                 tasks[way.name] = task
 
-        self.bar.expect(self.repeat * len(tasks))
-        samples = measure.interleave(
-            tasks,
-            self.repeat,
-            self.budget,
-            lambda name: self.bar.step(f"{which}: timing {name or 'the machine'}"),
-        )
-        rate = per_call / measure.median(samples.pop(""))
+        samples = self.bar.sample(tasks, self.repeat, self.budget, which)
+        rate = per_call / median(samples.pop("the machine"))
         for way, row in zip(self.ways, rows, strict=True):
             if way.name in samples:
                 _fill(row, way, problem, which, samples[way.name], rate)
@@ -192,7 +187,7 @@ class Bench:
 
 def _fill(row: Row, way: Way, problem: Problem, which: str, samples: list[float], rate: float) -> None:
     """Puts the figures of timed samples into a row."""
-    row.samples, row.seconds = samples, measure.median(samples)
+    row.samples, row.seconds = samples, median(samples)
     flops = problem.flops(which, way.position) / row.seconds
     row.gflops = flops / 1e9
     if which == DECODE:

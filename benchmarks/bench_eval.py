@@ -97,7 +97,7 @@ class Bench:
             "vanilla": Task(lambda _: vanilla.predict(window)),
             "ours": replace(reading, passes=work.segments * work.n_token),
         }
-        figure.fill(model_figures.race(tasks, self.args, self.progress, figure.name))
+        figure.fill(self.progress.sample(tasks, self.args.repeat, self.args.budget, figure.name))
         return figure
 
     def _error_of(self, vanilla: Vanilla, length: int) -> float:

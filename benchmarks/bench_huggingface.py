@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import cli
@@ -183,11 +184,8 @@ def measured(job: Job, args: argparse.Namespace, progress: Progress) -> dict[str
             tasks[way] = task
     if OURS in tasks:  # the first in the table
         tasks = {OURS: tasks.pop(OURS), **tasks}
-    progress.expect(args.repeat * len(tasks))
-    samples = measure.interleave(
-        tasks, args.repeat, args.budget, lambda way: progress.step(f"{job}: timing {way}")
-    )
-    ms = {way: 1e3 * measure.median(taken) for way, taken in samples.items()}
+    samples = progress.sample(tasks, args.repeat, args.budget, str(job))
+    ms = {way: 1e3 * median(taken) for way, taken in samples.items()}
     mb: dict[str, float | None] = {}
     for way in tasks if args.memory else ():
         progress.expect(1)

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import cli
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, tasks in bar:
         bar.set_description_str(name)
         samples = measure.interleave(tasks(), args.repeat)
-        took = {way: 1e3 * measure.median(taken) for way, taken in samples.items()}
+        took = {way: 1e3 * median(taken) for way, taken in samples.items()}
         lines.append({"name": name, **took})
         ratio = took["torch"] / took["ours"]
         tqdm.write(f"{name:40} {took['torch']:10.3f} {took['ours']:10.3f} {ratio:6.2f}x")

@@ -186,7 +186,7 @@ class Bench:
             rivals, their_memory = self._rivals(work, memory, figure)
             tasks = {name: task(rival, work, their_memory) for name, rival in rivals.items()}
         tasks["ours"] = task(self.ours, work, memory, work.segments)
-        figure.fill(model_figures.race(tasks, self.args, self.progress, work.name))
+        figure.fill(self.progress.sample(tasks, self.args.repeat, self.args.budget, work.name))
         return figure
 
     def _rivals(self, work: Work, memory: Any, figure: Figure) -> tuple[dict[str, Side], Any]:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import measure
 import torch
+from measure import Task
 from tqdm import tqdm
 
 
@@ -74,6 +76,11 @@ class Progress(tqdm):
     def step(self, text: str) -> None:
         self.set_description_str(text, refresh=False)
         self.update()
+
+    def sample(self, tasks: dict[str, Task], repeat: int, budget: float, what: str) -> dict[str, list[float]]:
+        """Seconds of every task, taken in turns."""
+        self.expect(repeat * len(tasks))
+        return measure.interleave(tasks, repeat, budget, lambda name: self.step(f"{what}: timing {name}"))
 
 
 def why(error: Exception) -> str:

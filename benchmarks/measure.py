@@ -11,7 +11,6 @@ import json
 import math
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -254,10 +253,6 @@ def gpu_kernels(task: Task) -> dict[str, float]:
         torch.cuda.synchronize()
     seconds = {e.key: e.self_device_time_total / 1e6 / task.passes for e in profiler.key_averages()}
     return {name: s for name, s in sorted(seconds.items(), key=lambda item: -item[1]) if s > 0}
-
-
-def median(samples: list[float]) -> float:
-    return statistics.median(samples)
 
 
 def check_gpu(what: str) -> None:

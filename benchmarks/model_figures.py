@@ -6,13 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from statistics import median
 from typing import Any
 
 import cli
-import measure
 from cli import Progress, finite, positive
 from machine import describe
-from measure import Task
 
 from txl_model import TransformerXLConfig
 
@@ -42,7 +41,7 @@ class Figure:
 
     def fill(self, samples: dict[str, list[float]]) -> None:
         """Medians of samples in seconds, as milliseconds. The target is for the first rival."""
-        medians = {name: measure.median(taken) * 1e3 for name, taken in samples.items()}
+        medians = {name: median(taken) * 1e3 for name, taken in samples.items()}
         self.samples, self.ours = samples, medians.pop("ours")
         if medians:
             self.rival_is, *others = medians
@@ -113,16 +112,6 @@ def _value(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2}f} {unit}"
-
-
-def race(
-    tasks: dict[str, Task], args: argparse.Namespace, progress: Progress, what: str
-) -> dict[str, list[float]]:
-    """Seconds of every task, sampled in turns."""
-    progress.expect(args.repeat * len(tasks))
-    return measure.interleave(
-        tasks, args.repeat, args.budget, lambda name: progress.step(f"{what}: timing {name}")
-    )
 
 
 # ---- Command line --------------------------------------------------------------------------------

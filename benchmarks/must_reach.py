@@ -17,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import cli
@@ -73,7 +74,7 @@ def checked(way: Way, problem: Problem, which: str) -> Task:
 
 def medians(tasks: dict[str, Task], repeat: int) -> dict[str, float]:
     samples = measure.interleave(tasks, repeat, PATIENCE)
-    return {name: measure.median(taken) for name, taken in samples.items()}
+    return {name: median(taken) for name, taken in samples.items()}
 
 
 def gemm_fraction(problem: Problem, which: str) -> Callable[[int], float]:

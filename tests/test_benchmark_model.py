@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 
 import pytest
@@ -203,7 +204,7 @@ def test_table_9(capsys, tmp_path):
     for length in ("800", "1,800", "2,800", "3,800"):
         assert "no target at these sizes" in line_of(out, f"attention length {length}")
     for figure in json.loads(path.read_text())["figures"]:
-        median = measure.median(figure["samples"]["ours"]) * 1e3
+        median = statistics.median(figure["samples"]["ours"]) * 1e3
         assert figure["ours"] == pytest.approx(median)
         assert figure["ratio"] == pytest.approx(figure["rival"] / figure["ours"])
         assert figure["errors"]["log-probabilities"] < 1e-5
