@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from txl_kernels.api import MAX_HEAD_DIM
-from txl_model.fields import Fields, option
+from txl_model.fields import Fields, check_at_least, option
 from txl_model.presets import preset
 
 NOT_SCORED = -100  # the label of a prediction that does not count, as torch's cross_entropy has it
@@ -68,8 +68,7 @@ class TransformerXLConfig(Fields):
             "div_val",
             "tgt_len",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_at_least(1, **{name: getattr(self, name)})
         for name in ("dropout", "dropatt"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

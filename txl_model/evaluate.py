@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from txl_model.config import NOT_SCORED
+from txl_model.fields import check_at_least
 from txl_model.model import TransformerXL
 
 
@@ -94,8 +95,8 @@ def evaluate(
         ValueError: a setting out of range, or tokens that are no text in the model's vocabulary.
     """
     config = model.config
-    _check_at_least(1, tgt_len=tgt_len, batch_size=batch_size, stride=stride, max_tokens=max_tokens)
-    _check_at_least(0, mem_len=mem_len, warm_up=warm_up)
+    check_at_least(1, tgt_len=tgt_len, batch_size=batch_size, stride=stride, max_tokens=max_tokens)
+    check_at_least(0, mem_len=mem_len, warm_up=warm_up)
     if stride is not None and stride > tgt_len:
         raise ValueError(f"stride must not exceed tgt_len, a window's {tgt_len} tokens, got {stride}")
     if stride is not None and warm_up:
@@ -179,7 +180,7 @@ def evaluate_lengths(
     if not mem_lens:
         raise ValueError("mem_lens is empty: name the memory lengths to evaluate with")
     for mem_len in mem_lens:
-        _check_at_least(0, mem_len=mem_len)
+        check_at_least(0, mem_len=mem_len)
     return (
         evaluate(
             model,
@@ -256,9 +257,3 @@ def _check_text(tokens: Tensor, vocab_size: int) -> None:
                 f"token {low if low < 0 else high} is not in the model's vocabulary, [0, {vocab_size}): "
                 "is this the corpus that the model was trained on?"
             )
-
-
-def _check_at_least(least: int, **settings: int | None) -> None:
-    for name, value in settings.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")

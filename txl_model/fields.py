@@ -1,4 +1,4 @@
-"""What the configurations have in common: fields with a help text, and a way to and from JSON or YAML."""
+"""What the configurations have in common: fields with a help text, checks, a way to and from JSON or YAML."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ _Config = TypeVar("_Config", bound="Fields")
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     """A field of a configuration, which is an option of the command line too."""
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def check_at_least(least: int, **values: int | None) -> None:
+    """Raises ValueError, naming it, for a value below `least`. None is a setting that was not given."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class Fields:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from txl_model.data.vocabulary import Vocabulary
 from txl_model.evaluate import eval_mode
+from txl_model.fields import check_at_least
 from txl_model.memory import Memory
 from txl_model.model import TransformerXL
 
@@ -70,14 +71,8 @@ def generate(
             raise ValueError(f"prompt {b} is empty: a model needs a token to predict the next one from")
         _check_tokens(f"prompt {b}", row, vocab_size)
     _check_tokens("stop_tokens", stop, vocab_size)
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("segment_len", segment_len, 1),
-        ("top_k", top_k, 0),
-        ("mem_len", mem_len, 0),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    check_at_least(1, max_new_tokens=max_new_tokens, segment_len=segment_len)
+    check_at_least(0, top_k=top_k, mem_len=mem_len)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if not 0 <= temperature < math.inf:

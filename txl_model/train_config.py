@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from txl_model.fields import Fields, option
+from txl_model.fields import Fields, check_at_least, option
 from txl_model.presets import preset
 
 
@@ -62,9 +62,7 @@ class TrainConfig(Fields):
         super().__post_init__()
         at_least_one = ("max_step", "batch_size", "batch_chunk", "eval_batch_size", "log_interval", "keep")
         for name in (*at_least_one, "tgt_len", "eval_tgt_len", "eval_max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_at_least(1, **{name: getattr(self, name)})
         for name in (
             *("ext_len", "mom", "weight_decay", "clip", "warmup_step", "eta_min", "patience", "lr_min"),
             *("average_start", "eval_interval", "save_interval", "seed"),

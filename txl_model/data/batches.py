@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from txl_model.config import NOT_SCORED
+from txl_model.fields import check_at_least
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,8 @@ class Batches(ABC):
     ) -> None:
         if tokens.dim() != 1:
             raise ValueError(f"tokens must be 1-D, got shape {list(tokens.shape)}")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("tgt_len", tgt_len, 1),
-            ("ext_len", ext_len, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_at_least(1, batch_size=batch_size, tgt_len=tgt_len)
+        check_at_least(0, ext_len=ext_len)
         self.rows = range(batch_size) if rows is None else rows
         if not self.rows or not set(self.rows) <= set(range(batch_size)):
             raise ValueError(f"rows must be some of the {batch_size} rows of the batch, got {self.rows}")
