@@ -147,6 +147,7 @@ def test_a_checkpoint_of_another_shape(copy):
 def test_going_on_before_anything_was_saved(tmp_path):
     run(tmp_path / "whole")
     (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "new")
     (tmp_path / "new" / "log.jsonl").write_text('{"event": "train", "step": 1}\n')  # killed in step 2
     run(tmp_path / "new", resume=True)
     assert fingerprint(tmp_path / "new") == fingerprint(tmp_path / "whole")

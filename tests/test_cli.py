@@ -227,6 +227,7 @@ def test_messages(trained, tmp_path, capsys):
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "none"), "No such file"),
         (("train", corpus, tmp_path / "out", "--plot", tmp_path / "none" / "x.png"), "no folder"),
         (("train", corpus, tmp_path / "out", *SMALL, "--device", "cuda:9"), "cuda"),
+        (("train", corpus, tmp_path / "out", *SMALL, "--tgt-len", 30_000), "too long for this text"),
         (("eval", tmp_path, corpus), "no model|does not exist|config.json"),
         (("eval", run, corpus, "--split", "tset"), "no split 'tset'"),
         (("eval", run, corpus, "--mem-len", "1,2", "--stride", 4), "--stride reads without memory"),
@@ -240,6 +241,7 @@ def test_messages(trained, tmp_path, capsys):
     ]:
         assert txl(*args) == cli.ERROR, args
         assert re.search(f"txl: error: .*({message})", capsys.readouterr().err), args
+    assert not (tmp_path / "out").exists(), "an error that is seen at once leaves nothing behind"
     for args in [("train", corpus), ("train", corpus, "x", "--n-layer", "two"), ("fly",), ()]:
         with pytest.raises(SystemExit) as exit:
             txl(*args)
@@ -278,7 +280,7 @@ def test_says_which_weights_it_reads(trained, tmp_path, capsys):
 
 def test_resuming_nothing_is_said(trained, tmp_path, capsys):
     assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, "--max-step", 1, "--resume") == 0
-    assert f"nothing to resume in {tmp_path / 'run'}: a new run begins there" in capsys.readouterr().err
+    assert f"nothing to resume in {tmp_path / 'run'}: a new run begins there" in capsys.readouterr().out
 
 
 def test_version(capsys):

@@ -27,7 +27,8 @@ from training import (  # noqa: F401 (one_thread is used by being here)
     train_config,
 )
 
-from txl_model.checkpoint import load_model
+from txl_model import TransformerXL
+from txl_model.checkpoint import load_model, save_model
 from txl_model.data import OrderedBatches, prepare_text
 from txl_model.evaluate import evaluate as evaluate_text
 from txl_model.log import Log, plot_log, read_log
@@ -378,6 +379,31 @@ def test_a_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_other_things_is_left_alone(tmp_path, resume):
+    save_model(TransformerXL(model_config()), tmp_path / "model")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("mine")
+    run(tmp_path / "run")
+    for folder, there in [
+        (tmp_path / "model", "config.json"),
+        (tmp_path / "notes", "notes.txt"),
+        (tmp_path / "run" / "best", "config.json"),
+    ]:
+        before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+        with pytest.raises(ValueError, match=rf"is not empty and holds no training run: there is {there} in"):
+            run(folder, resume=resume)
+        assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_may_begin_again(tmp_path):
+    (tmp_path / ".saving").mkdir()  # as a kill leaves it
+    with pytest.raises(ValueError, match="diverged"):
+        run(tmp_path, lr=1e30, clip=0.0, scheduler="constant", save_interval=0, max_step=20)
+    (tmp_path / "loss.png").write_text("a plot of it")
+    assert run(tmp_path).step == 12
+
+
 def test_batch_that_does_not_divide(tmp_path):
     with pytest.raises(ValueError, match=r"batch_size 4 does not divide into batch_chunk 3"):
         run(tmp_path, batch_chunk=3)
@@ -465,6 +491,19 @@ def test_a_corpus_without_a_validation_text(tmp_path, corpus):
     assert load_model(tmp_path / "run").config == config
     with pytest.raises(ValueError, match=r"dev_perf follows the validation loss, and .* has no split valid"):
         train(config, train_config(scheduler="dev_perf"), only_train, tmp_path / "other")
+
+
+@pytest.mark.parametrize("fields", [{}, {"varlen": True}, {"half_loss": True}], ids=str)
+def test_a_segment_longer_than_a_row(tmp_path, corpus, fields):
+    """It would be the whole text in one step."""
+    n_token = len(corpus.tokens("train"))
+    row = n_token // 4
+    config = model_config(vocab_size=corpus.vocab_size, tgt_len=row)
+    message = rf"tgt_len {row} is too long .* {n_token:,} tokens are {row} in each of the 4 rows .* {row - 1}"
+    with pytest.raises(ValueError, match=message):
+        train(config, train_config(**fields), corpus, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    train(config, train_config(max_step=1, tgt_len=row - 1, **fields), corpus, tmp_path / "run")
 
 
 def test_another_corpus(tmp_path, corpus):

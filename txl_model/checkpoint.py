@@ -122,6 +122,18 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object
             target.copy_(sharded_like(tensors[name], target))
 
 
+def run_config(folder: Path) -> dict[str, Any] | None:
+    """What config.json says in the folder of a training run. None: that is no run, but a model, say.
+
+    Raises ValueError if the file is damaged.
+    """
+    path = folder / CONFIG
+    if not path.exists() or (folder / WEIGHTS).exists():  # models and checkpoints have a config.json too
+        return None
+    config = read_json(path)
+    return config if {"model", "train"} <= set(config) else None
+
+
 def _model_folder(path: Path, report: Callable[[str], object]) -> Path:
     """The folder that holds the config and weights that `load_model` is to read."""
     if (path / "best" / WEIGHTS).exists():

@@ -24,9 +24,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from txl_model.checkpoint import CONFIG, Checkpoints, load_weights, reason, replacing, save_model, write
+from txl_model.checkpoint import (
+    CONFIG,
+    Checkpoints,
+    load_weights,
+    reason,
+    replacing,
+    run_config,
+    save_model,
+    write,
+)
 from txl_model.config import NOT_SCORED, TransformerXLConfig
-from txl_model.data.batches import Batches
+from txl_model.data.batches import Batches, OrderedBatches
+from txl_model.data.corpus import VOCABULARY
 from txl_model.distributed import Processes, accumulating, parallelize, whole
 from txl_model.log import Log, figures
 from txl_model.model import TransformerXL
@@ -34,7 +44,7 @@ from txl_model.state import TrainState
 from txl_model.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from txl_model.data import Corpus
+    from txl_model.data import Corpus, Vocabulary
 
 Event = dict[str, Any]
 # Given a model, and a function to call now and then with the number of tokens scored: nats per token.
@@ -72,8 +82,8 @@ def train(
         model_config: the model.
         train_config: the training.
         corpus: a `txl_model.data.Corpus`; its "train" text is learned, its "valid" text evaluated.
-        out_dir: the run's folder: config.json, log.jsonl, checkpoints/, best/. Made if it is not
-            there. All processes must see the same folder.
+        out_dir: the run's folder: config.json, vocabulary.json, log.jsonl, checkpoints/, best/. Made
+            if it is not there. All processes must see the same folder.
         resume: go on from the newest checkpoint in out_dir that is whole; begin if there is none.
             The model and the configuration must fit it; lengths of the run, intervals, learning
             rates and dropout may differ. With as many processes as before the run goes on as if it
@@ -88,8 +98,8 @@ def train(
 
     Raises:
         ValueError: settings that fit neither one another nor the corpus; out_dir holds a run that
-            is not to be resumed, or cannot be; the loss is no longer a number. Checkpoints are as
-            they were.
+            is not to be resumed, or cannot be, or files that are no run's; the loss is no longer a
+            number. Checkpoints are as they were.
         OSError: out_dir cannot be written to, or the disk is full. Earlier checkpoints are as they
             were.
     """
@@ -109,6 +119,7 @@ def train(
             seed=train_config.seed,
             rows=processes.rows(train_config.batch_size, train_config.batch_chunk),
         )
+        _check_rows(batches, model_config, train_config)
         trainer = Trainer(
             new_model(model_config, train_config, processes, backend),
             train_config,
@@ -117,6 +128,7 @@ def train(
             processes=processes,
             evaluator=corpus_evaluator(corpus, model_config, train_config),
             corpus=corpus.identity,
+            vocabulary=corpus.vocabulary,
             on_event=on_event,
             progress=progress,
         )
@@ -147,6 +159,17 @@ def segment_lengths(model_config: TransformerXLConfig, train_config: TrainConfig
     return tgt_len, train_config.ext_len
 
 
+def _check_rows(batches: Batches, model_config: TransformerXLConfig, train_config: TrainConfig) -> None:
+    """Raises ValueError where no row of a text is as long as a segment: one step would read all of it."""
+    tgt_len = train_config.tgt_len or model_config.tgt_len
+    if isinstance(batches, OrderedBatches) and tgt_len >= batches.row_len:
+        raise ValueError(
+            f"tgt_len {tgt_len} is too long for this text: its {len(batches.tokens):,} tokens are "
+            f"{batches.row_len:,} in each of the {batches.batch_size} rows of a batch. Choose a tgt_len of "
+            f"{batches.row_len - 1} or less, a smaller batch_size, or a longer text"
+        )
+
+
 class Trainer:
     """The training loop, over any source of segments."""
 
@@ -160,10 +183,14 @@ class Trainer:
         processes: Processes,
         evaluator: Evaluator | None = None,
         corpus: dict[str, Any] | None = None,
+        vocabulary: Vocabulary | None = None,
         on_event: Callable[[Event], object] = lambda event: None,
         progress: bool = False,
     ) -> None:
-        """`corpus`: what identifies the text, for JSON. The rest as in `train`."""
+        """`corpus`: what identifies the text, for JSON. `vocabulary`: is saved with the run, which can
+        then be read without its corpus. The rest as in `train`.
+        """
+        self.vocabulary = vocabulary
         self.config, self.batches, self.processes, self.evaluator = config, batches, processes, evaluator
         self.out_dir = Path(out_dir)
         self.unit: str = (corpus or {}).get("unit", "word")
@@ -338,12 +365,11 @@ class Trainer:
         """Go on from a checkpoint if there is one; make the run's folder."""
         processes, checkpoint = self.processes, None
         with processes.together("looking for a checkpoint"):
-            if processes.first and resume:
-                checkpoint = self.checkpoints.newest(self._note)
-            elif processes.first and self.checkpoints.all():
-                raise ValueError(
-                    f"{self.out_dir} holds a training run already: resume it, or name another folder"
-                )
+            if processes.first:
+                self._check_folder(resume)
+                checkpoint = self.checkpoints.newest(self._note) if resume else None
+                if resume and not checkpoint:
+                    self._note(f"nothing to resume in {self.out_dir}: a new run begins there")
         # The first process decides: it alone has read all the files to see that they are whole.
         step = processes.largest(self.checkpoints.step(checkpoint) if checkpoint else 0)
         with processes.together("resuming the run"):
@@ -357,9 +383,27 @@ class Trainer:
                 try:
                     with replacing(self.out_dir) as scratch:
                         write(scratch / CONFIG, self.state.about)
+                        if self.vocabulary is not None:
+                            self.vocabulary.save(scratch / VOCABULARY)
                 except OSError as error:
                     raise OSError(f"cannot write to {self.out_dir}: {reason(error)}") from error
                 self.checkpoints.tidy(step)
+
+    def _check_folder(self, resume: bool) -> None:
+        """Raises ValueError where a new run would mix with what out_dir holds, or take its place."""
+        if self.checkpoints.all():
+            if not resume:
+                raise ValueError(
+                    f"{self.out_dir} holds a training run already: resume it, or name another folder"
+                )
+        elif self.out_dir.is_dir() and run_config(self.out_dir) is None:
+            # A hidden one may be what a kill left of our own.
+            others = sorted(p.name for p in self.out_dir.iterdir() if not p.name.startswith("."))
+            if others:
+                raise ValueError(
+                    f"{self.out_dir} is not empty and holds no training run: there is {others[0]} in it. "
+                    "Name another folder"
+                )
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one, or nothing to save yet."""

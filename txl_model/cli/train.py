@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from txl_model.checkpoint import CONFIG, read_json
+from txl_model.checkpoint import run_config
 from txl_model.cli.info import shape
 from txl_model.cli.options import (
     add_fields,
@@ -23,7 +23,6 @@ from txl_model.cli.options import (
 )
 from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
-from txl_model.data.corpus import VOCABULARY
 from txl_model.log import plot_log
 from txl_model.presets import PRESETS, preset
 from txl_model.train import train
@@ -48,11 +47,10 @@ def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLCon
     training: dict[str, Any] = {}
     content = read_config(args.config)
     name = args.preset or content.get("preset")
-    run = args.out / CONFIG
-    if args.resume and run.exists():
+    saved = run_config(args.out) if args.resume else None
+    if saved is not None:
         if name:
             raise ValueError(f"{args.out} has a configuration already: --resume takes no preset")
-        saved = read_json(run)
         model, training = saved["model"], saved["train"]
     elif name:
         model, training = preset(name, "model"), preset(name, "train")
@@ -74,13 +72,7 @@ def run(args: argparse.Namespace) -> int | None:
     model_config, train_config = _configs(args, corpus)
     first = int(os.environ.get("RANK", 0)) == 0
     if first:
-        if args.resume and not (args.out / "checkpoints").is_dir():
-            to_stderr(f"nothing to resume in {args.out}: a new run begins there")
         check_writable(args.plot)
-        vocabulary = args.out / VOCABULARY
-        if not vocabulary.exists():  # so that the run can be read without its corpus
-            args.out.mkdir(parents=True, exist_ok=True)
-            corpus.vocabulary.save(vocabulary)
         text = len(corpus.tokens("train"))
         print(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}", flush=True)
     result = train(
