@@ -120,7 +120,11 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(copy):
 
 
 def test_what_may_change_and_what_may_not(copy):
-    run(copy, resume=True, max_step=13, lr=0.01, keep=1, model={"dropout": 0.2})
+    events = []
+    changed = {"max_step": 13, "lr": 0.01, "keep": 1, "model": {"dropout": 0.2}}
+    run(copy, resume=True, on_event=events.append, **changed)
+    (said,) = (e["message"] for e in events if e["event"] == "note")
+    assert said.startswith("from here on dropout is 0.2 (was 0.1), max_step is 13 (was 12), lr is 0.01 (was")
     for fields, message in [
         ({"batch_size": 8}, "train batch_size = 4, now it is 8"),
         ({"seed": 1}, "train seed = 1111, now it is 1"),
@@ -132,16 +136,49 @@ def test_what_may_change_and_what_may_not(copy):
             run(copy, resume=True, **fields)
 
 
-def test_a_checkpoint_of_another_shape(copy):
-    before = fingerprint(copy)
-    shapes = r"blocks\.0\.ff\.net\.0\.weight is \[18, 12\] there, \[20, 12\] here"
-    with pytest.raises(ValueError, match=rf"step-00000012/model.safetensors .* another shape: {shapes}"):
-        run(copy, resume=True, model={"d_inner": 20})
-    with pytest.raises(ValueError, match=r"another model: it has no blocks\.2\.attn"):
-        run(copy, resume=True, model={"n_layer": 3})
-    with pytest.raises(ValueError, match=r"another model: this one has no blocks\.1\.attn"):
-        run(copy, resume=True, model={"n_layer": 1})
+def test_a_model_of_another_shape(copy):
+    before, config = fingerprint(copy), (copy / "config.json").read_bytes()
+    for name, there, here in [("d_inner", 18, 20), ("n_layer", 2, 3), ("n_layer", 2, 1)]:
+        with pytest.raises(ValueError, match=rf"begun with model {name} = {there}, now it is {here}"):
+            run(copy, resume=True, model={name: here})
     assert fingerprint(copy) == before
+    assert (copy / "config.json").read_bytes() == config
+
+
+def test_changes_are_noted_in_the_runs_configuration(copy):
+    def noted() -> dict:
+        return read_json(copy / "config.json")
+
+    run(copy, resume=True)
+    assert "changes" not in noted()
+    run(copy, resume=True, max_step=14, lr=0.01)
+    run(copy, resume=True, max_step=15, lr=0.01)
+    at_12 = {"step": 12, "changed": {"max_step": [12, 14], "lr": [0.02, 0.01]}}
+    assert noted()["changes"] == [at_12, {"step": 14, "changed": {"max_step": [14, 15]}}]
+    assert noted()["train"]["max_step"] == 15 and noted()["train"]["lr"] == 0.01
+    for step in (15, 14):  # what was changed at step 14 led to nothing that is left
+        shutil.rmtree(copy / "checkpoints" / f"step-000000{step}")
+    run(copy, resume=True, max_step=13)
+    assert noted()["changes"] == [{"step": 12, "changed": {"max_step": [12, 13]}}]
+
+
+@pytest.mark.parametrize("max_step", [12, 4])
+def test_nothing_left_to_do_is_said(copy, max_step):
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    events = []
+    result = run(copy, resume=True, max_step=max_step, lr=0.01, on_event=events.append)
+    assert result.step == 12 and result.checkpoint == newest(copy)
+    (event,) = events
+    said = rf"nothing left to do: .*step-00000012 is there already, and max_step is {max_step}\. A larger"
+    assert event["event"] == "note" and re.match(said, event["message"])
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == before
+
+
+def test_an_evaluation_that_was_left_out_is_something_to_do(tmp_path):
+    run(tmp_path, eval_interval=0)
+    events = []
+    run(tmp_path, resume=True, on_event=events.append)
+    assert [e["event"] for e in events] == ["resume", "note", "eval"]
 
 
 def test_going_on_before_anything_was_saved(tmp_path):

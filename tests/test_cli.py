@@ -110,6 +110,32 @@ def test_resume_goes_on_and_a_run_is_not_overwritten(trained, tmp_path, capsys):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_resume_with_other_options(trained, tmp_path, capsys):
+    run, resume = tmp_path / "run", ("--resume", "--quiet")
+    shutil.copytree(trained / "run", run)
+    before = (run / "config.json").read_text()
+    for option, message in [
+        (("--n-layer", 3), "model n_layer = 2, now it is 3"),
+        (("--vocab-size", 300), "model vocab_size = 256, now it is 300"),
+        (("--seed", 2), "train seed = 1111, now it is 2"),
+    ]:
+        assert txl("train", trained / "corpus", run, *resume, "--max-step", 8, *option) == cli.ERROR
+        assert f"begun with {message}: to resume it, leave that" in capsys.readouterr().err
+    assert txl("train", trained / "corpus", run, *resume, "--max-step", 5) == 0
+    assert "step 6: nothing left to do" in capsys.readouterr().out
+    assert (run / "config.json").read_text() == before
+    assert txl("train", trained / "corpus", run, *resume, "--max-step", 7, "--log-interval", 1) == 0
+    said = "step 6: from here on max_step is 7 (was 6), log_interval is 1 (was 2)\n"
+    assert said in capsys.readouterr().out
+    assert json.loads((run / "config.json").read_text())["train"]["max_step"] == 7
+
+
+def test_resume_keeps_a_vocabulary_larger_than_the_corpus(trained, tmp_path, capsys):
+    args = ("train", trained / "corpus", tmp_path / "run", "--quiet", "--max-step")
+    assert txl(*args, 1, *SMALL, "--vocab-size", 300) == 0
+    assert txl(*args, 2, "--resume") == 0, capsys.readouterr().err
+
+
 def test_config_file_between_preset_and_options(trained, tmp_path):
     yaml = tmp_path / "config.yaml"
     yaml.write_text(

@@ -94,8 +94,9 @@ def test_going_on_is_exact(folder, notes, parallel):
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_more_processes_begin_with_an_empty_memory(folder, notes, tmp_path, parallel):
     assert notes[1][f"{parallel} grown"] == []
-    (note,) = notes[0][f"{parallel} grown"]
+    note, changed = notes[0][f"{parallel} grown"]
     assert "step-00000012 was made by 1 processes, now there are 2: memory begins empty" in note
+    assert "max_step is 15 (was 12)" in changed
     run(tmp_path, model=NO_DROPOUT, max_step=15)
     got, want = losses(folder / parallel / "grown"), losses(tmp_path)
     assert got[:12] == losses(folder / "alone") and len(got) == 15

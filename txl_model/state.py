@@ -32,8 +32,11 @@ FIXED = (
     "optim",
     "average",
 )
-# And of the model's, which matter all, but for these.
+# And of the corpus's and the model's, which matter all, but for these.
 FREE_IN_MODEL = ("dropout", "dropatt", "init_std", "proj_init_std")
+
+# Of a run that goes on: what a field was, and what it is from then on.
+Changes = dict[str, list[Any]]
 
 
 @dataclass
@@ -152,14 +155,16 @@ class TrainState:
 
     # ------------------------------------------------------------------------------------- restore
 
-    def restore(self, checkpoint: Path) -> str | None:
-        """Go on from a checkpoint. Returns what could not be restored, in words.
+    def restore(self, checkpoint: Path) -> tuple[Changes, str | None]:
+        """Go on from a checkpoint. Returns what is configured otherwise from here on, and what could not
+        be restored, in words.
 
-        Raises ValueError if it is another run's: of another shape, or otherwise configured.
+        Raises ValueError if it is another run's: of another shape, or configured otherwise than a run
+        that goes on may be.
         """
         try:
+            changes = self._changes(checkpoint / CONFIG)
             load_weights(self.model, read_tensors(checkpoint / WEIGHTS), checkpoint / WEIGHTS)
-            self._check_config(checkpoint / CONFIG)
             self._load_optimizer(checkpoint / OPTIMIZER)
             saved = read_json(checkpoint / PROGRESS)
             self.progress = Progress.from_dict(saved)
@@ -171,11 +176,11 @@ class TrainState:
                     averages[name].copy_(sharded_like(value, averages[name]))
             if saved["processes"] == self.processes.count:
                 self._restore_own(checkpoint)
-                return None
+                return changes, None
             self.batches.resume(read_json(checkpoint / "process-0.json")["batches"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{checkpoint} is no checkpoint of this version: {error!r}") from error
-        return (
+        return changes, (
             f"{checkpoint.name} was made by {saved['processes']} processes, now there are "
             f"{self.processes.count}: memory begins empty, and dropout draws other masks"
         )
@@ -210,18 +215,19 @@ class TrainState:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _check_config(self, path: Path) -> None:
-        saved = read_json(path)
-        in_model = tuple(name for name in self.about["model"] if name not in FREE_IN_MODEL)
-        for part, names in (
-            ("corpus", tuple(self.about["corpus"])),
-            ("model", in_model),
-            ("train", FIXED),
-        ):
-            for name in names:
-                before, now = saved[part].get(name), self.about[part][name]
-                if before != now:
+    def _changes(self, path: Path) -> Changes:
+        """Raises ValueError for one that a run that goes on must not make."""
+        saved, changes = read_json(path), {}
+        for part in ("corpus", "model", "train"):
+            for name, now in self.about[part].items():
+                before = saved[part].get(name)
+                if before == now:
+                    continue
+                fixed = name in FIXED if part == "train" else name not in FREE_IN_MODEL
+                if fixed:
                     raise ValueError(
                         f"the run in {path.parent} was begun with {part} {name} = {before}, now it is {now}: "
                         "to resume it, leave that as it was"
                     )
+                changes[name] = [before, now]
+        return changes

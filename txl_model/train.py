@@ -40,7 +40,7 @@ from txl_model.data.corpus import VOCABULARY
 from txl_model.distributed import Processes, accumulating, parallelize, whole
 from txl_model.log import Log, figures
 from txl_model.model import TransformerXL
-from txl_model.state import TrainState
+from txl_model.state import Changes, TrainState
 from txl_model.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -85,10 +85,11 @@ def train(
         out_dir: the run's folder: config.json, vocabulary.json, log.jsonl, checkpoints/, best/. Made
             if it is not there. All processes must see the same folder.
         resume: go on from the newest checkpoint in out_dir that is whole; begin if there is none.
-            The model and the configuration must fit it; lengths of the run, intervals, learning
-            rates and dropout may differ. With as many processes as before the run goes on as if it
-            had not been stopped; with another number, memory begins empty and dropout draws other
-            masks.
+            The model, the text and how it is read must be the same; lengths of the run, intervals,
+            learning rates and dropout may differ, which is said, and noted in config.json. With as
+            many processes as before the run goes on as if it had not been stopped; with another
+            number, memory begins empty and dropout draws other masks. With a checkpoint of max_step
+            or later nothing is done.
         on_event: called in the first process with each line of the log ({"event": "train" or
             "eval", "step": ...}), and with {"event": "resume" or "checkpoint", "step", "path"} and
             {"event": "note", "step", "message"}.
@@ -232,7 +233,7 @@ class Trainer:
             segments = iter(self.batches)
             self._watch.restart()
             while True:
-                if self.evaluator and self._due(config.eval_interval) and progress.evaluated < progress.step:
+                if self.evaluator and self._evaluation_is_due():
                     with self._watch.paused():
                         self._evaluate(self.evaluator, stop)
                 ended_by = processes.largest(stop.number or 0)
@@ -254,6 +255,11 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         step = self.state.progress.step
         return bool(interval and step) and (step % interval == 0 or step == self.config.max_step)
+
+    def _evaluation_is_due(self) -> bool:
+        progress = self.state.progress
+        due = self._due(self.config.eval_interval) and progress.evaluated < progress.step
+        return self.evaluator is not None and due
 
     def _update(self, segment: Any) -> None:
         """One step: the segment's loss and gradients, chunk by chunk, then the weights."""
@@ -363,7 +369,8 @@ class Trainer:
 
     def _prepare(self, resume: bool) -> None:
         """Go on from a checkpoint if there is one; make the run's folder."""
-        processes, checkpoint = self.processes, None
+        processes, checkpoint, at_end = self.processes, None, False
+        changes: Changes = {}
         with processes.together("looking for a checkpoint"):
             if processes.first:
                 self._check_folder(resume)
@@ -375,19 +382,38 @@ class Trainer:
         with processes.together("resuming the run"):
             if step:
                 self._saved = self.checkpoints.path(step)
-                missing = self.state.restore(self._saved)
-                self._emit({"event": "resume", "step": step, "path": str(self._saved)})
-                if missing:
-                    self._note(missing)
+                changes, missing = self.state.restore(self._saved)
+                at_end = step >= self.config.max_step and not self._evaluation_is_due()
+                if at_end:
+                    self._note(
+                        f"nothing left to do: {self._saved} is there already, and max_step is "
+                        f"{self.config.max_step:,}. A larger max_step goes on from there"
+                    )
+                else:
+                    self._emit({"event": "resume", "step": step, "path": str(self._saved)})
+                    if missing:
+                        self._note(missing)
+                    if changes:
+                        self._note(f"from here on {_in_words(changes)}")
             if processes.first:
-                try:
-                    with replacing(self.out_dir) as scratch:
-                        write(scratch / CONFIG, self.state.about)
-                        if self.vocabulary is not None:
-                            self.vocabulary.save(scratch / VOCABULARY)
-                except OSError as error:
-                    raise OSError(f"cannot write to {self.out_dir}: {reason(error)}") from error
+                if not at_end:
+                    self._write_config(step, changes)
                 self.checkpoints.tidy(step)
+
+    def _write_config(self, step: int, changes: Changes) -> None:
+        """config.json of the run: how it is configured now, and the steps at which that was changed."""
+        before = (run_config(self.out_dir) or {}).get("changes", [])
+        # What was changed at this step or a later one has led to nothing that is kept.
+        history = [change for change in before if change["step"] < step]
+        if changes:
+            history.append({"step": step, "changed": changes})
+        try:
+            with replacing(self.out_dir) as scratch:
+                write(scratch / CONFIG, self.state.about | ({"changes": history} if history else {}))
+                if self.vocabulary is not None:
+                    self.vocabulary.save(scratch / VOCABULARY)
+        except OSError as error:
+            raise OSError(f"cannot write to {self.out_dir}: {reason(error)}") from error
 
     def _check_folder(self, resume: bool) -> None:
         """Raises ValueError where a new run would mix with what out_dir holds, or take its place."""
@@ -427,6 +453,10 @@ class Trainer:
 
     def _note(self, message: str) -> None:
         self._emit({"event": "note", "step": self.state.progress.step, "message": message})
+
+
+def _in_words(changes: Changes) -> str:
+    return ", ".join(f"{name} is {now} (was {before})" for name, (before, now) in changes.items())
 
 
 # ---------------------------------------------------------------------------------------- the corpus

@@ -54,16 +54,18 @@ def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLCon
         model, training = saved["model"], saved["train"]
     elif name:
         model, training = preset(name, "model"), preset(name, "train")
+        del model["vocab_size"]  # the corpus has its own
         if corpus.unit != "word":  # word-level presets have clusters for words
             model |= {"cutoffs": (), "tie_projs": (), "div_val": 1}
     if "cutoffs" not in model and corpus.cutoffs:
         model |= {"cutoffs": corpus.cutoffs}
-    model = {**model, **content.get("model", {}), **given(args, TransformerXLConfig)}
+    model = {"vocab_size": corpus.vocab_size, **model}
+    model |= {**content.get("model", {}), **given(args, TransformerXLConfig)}
     training = {**training, **content.get("train", {}), **given(args, TrainConfig)}
-    asked = args.__dict__.get("vocab_size", content.get("model", {}).get("vocab_size", corpus.vocab_size))
-    if asked < corpus.vocab_size:
-        raise ValueError(f"vocab_size {asked} is less than the {corpus.vocab_size} of {corpus.name}")
-    model["vocab_size"] = asked
+    if model["vocab_size"] < corpus.vocab_size:
+        raise ValueError(
+            f"vocab_size {model['vocab_size']} is less than the {corpus.vocab_size} of {corpus.name}"
+        )
     return TransformerXLConfig.from_dict(model), TrainConfig.from_dict(training)
 
 
