@@ -152,6 +152,20 @@ def test_config_file_between_preset_and_options(trained, tmp_path):
     assert txl("train", trained / "corpus", tmp_path / "other", "--config", tmp_path / "config.json") == 1
 
 
+def test_the_configuration_of_another_run(trained, tmp_path):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    shutil.copytree(trained / "run", first)
+    assert txl("train", trained / "corpus", first, "--resume", "--max-step", 7, "--quiet") == 0  # a change
+    config = json.loads((first / "config.json").read_text())
+    assert config.pop("changes")
+    args = ("--quiet", "--config")
+    assert txl("train", trained / "corpus", second, *args, first / "config.json") == 0
+    assert json.loads((second / "config.json").read_text()) == config
+    assert txl("train", trained / "corpus", third, *args, first / "config.json", "--max-step", 1) == 0
+    config["train"]["max_step"] = 1
+    assert json.loads((third / "config.json").read_text()) == config
+
+
 def test_eval_at_several_lengths(trained, tmp_path, capsys):
     out = ("--json", tmp_path / "e.json", "--plot", tmp_path / "e.png")
     args = ("--mem-len", "0,8,24", "--max-tokens", 150, "--quiet")
@@ -244,12 +258,14 @@ def test_messages(trained, tmp_path, capsys):
     run, corpus = trained / "run", trained / "corpus"
     (tmp_path / "bad.yaml").write_text("a: [")
     (tmp_path / "words.yaml").write_text("models: {}")
+    (tmp_path / "empty.yaml").write_text("model:")
     for args, message in [
         (("train", tmp_path / "none", tmp_path / "out"), "no .*none"),
         (("train", corpus, tmp_path / "out", "--n-layer", 0), "n_layer must be at least 1, got 0"),
         (("train", corpus, tmp_path / "out", "--vocab-size", 9), "vocab_size 9 is less than the 256"),
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "bad.yaml"), "neither YAML nor JSON"),
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "words.yaml"), "and nothing else"),
+        (("train", corpus, tmp_path / "out", "--config", tmp_path / "empty.yaml"), "model must be fields"),
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "none"), "No such file"),
         (("train", corpus, tmp_path / "out", "--plot", tmp_path / "none" / "x.png"), "no folder"),
         (("train", corpus, tmp_path / "out", *SMALL, "--device", "cuda:9"), "cuda"),

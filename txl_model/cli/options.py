@@ -56,7 +56,8 @@ def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """A YAML or JSON file: {"preset": name, "model": {...}, "train": {...}}, all of them optional."""
+    """A YAML or JSON file: {"preset": name, "model": {...}, "train": {...}}, all of them optional. Or a run's
+    own config.json, which has its corpus and its changes too: they do not count."""
     if path is None:
         return {}
     import yaml  # reads JSON too
@@ -65,8 +66,13 @@ def read_config(path: Path | None) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+    if isinstance(content, dict) and {"model", "train"} <= set(content):
+        content = {name: value for name, value in content.items() if name not in ("corpus", "changes")}
     if not isinstance(content, dict) or set(content) - {"preset", "model", "train"}:
         raise ValueError(f'{path} must hold "preset", "model" and "train", or some of them, and nothing else')
+    for part in ("model", "train"):
+        if not isinstance(content.get(part, {}), dict):
+            raise ValueError(f"{path}: {part} must be fields and their values, got {content[part]!r}")
     return content
 
 

@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", type=Path, help="folder that `txl prepare` made")
     parser.add_argument("out", type=Path, help="folder of the run: configuration, log, checkpoints")
     parser.add_argument("--preset", choices=list(PRESETS), help="configuration to start from")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or JSON with preset, model, train")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON with preset, model, train; or a run's config.json",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss curve when done")
     add_machine_arguments(parser)
