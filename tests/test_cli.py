@@ -270,6 +270,11 @@ def test_messages(trained, tmp_path, capsys):
         (("train", corpus, tmp_path / "out", "--plot", tmp_path / "none" / "x.png"), "no folder"),
         (("train", corpus, tmp_path / "out", *SMALL, "--device", "cuda:9"), "cuda"),
         (("train", corpus, tmp_path / "out", *SMALL, "--tgt-len", 30_000), "too long for this text"),
+        (
+            ("train", corpus, tmp_path / "out", "--plot", tmp_path / "x.pgn"),
+            "nothing draws .pgn; name a file",
+        ),
+        (("eval", tmp_path, corpus, "--plot", tmp_path / "x.txt"), "nothing draws .txt; name a file"),
         (("eval", tmp_path, corpus), "no model|does not exist|config.json"),
         (("eval", run, corpus, "--split", "tset"), "no split 'tset'"),
         (("eval", run, corpus, "--mem-len", "1,2", "--stride", 4), "--stride reads without memory"),

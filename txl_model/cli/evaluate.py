@@ -14,6 +14,7 @@ from tqdm import tqdm
 from txl_model.checkpoint import load_model
 from txl_model.cli.options import (
     add_machine_arguments,
+    check_plot,
     check_vocabulary,
     check_writable,
     chosen_device,
@@ -67,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_writable(args.json, args.plot)
+    check_writable(args.json)
+    check_plot(args.plot)
     device = chosen_device(args)
     corpus = Corpus.open(args.corpus)
     model = load_model(args.model, args.backend, to_stderr).to(device)

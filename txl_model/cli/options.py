@@ -106,6 +106,18 @@ def check_writable(*paths: Path | None) -> None:
             )
 
 
+def check_plot(png: Path | None) -> None:
+    """Say before the work that it could not be drawn: without matplotlib, or to a file of that kind."""
+    if png is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_writable(png)
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if png.suffix and png.suffix[1:].lower() not in kinds:  # without one it is a PNG
+        raise ValueError(f"--plot {png}: nothing draws {png.suffix}; name a file that ends in .png or .svg")
+
+
 def vocabulary_of(model: Path) -> Path | None:
     """The vocabulary saved beside a model: in its folder, or in the run's that it is part of."""
     folder = model.absolute()

@@ -15,7 +15,7 @@ from txl_model.cli.info import shape
 from txl_model.cli.options import (
     add_fields,
     add_machine_arguments,
-    check_writable,
+    check_plot,
     chosen_device,
     given,
     read_config,
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int | None:
     model_config, train_config = _configs(args, corpus)
     first = int(os.environ.get("RANK", 0)) == 0
     if first:
-        check_writable(args.plot)
+        check_plot(args.plot)
         text = len(corpus.tokens("train"))
         print(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}", flush=True)
     result = train(
