@@ -348,6 +348,23 @@ def test_words_have_a_space_between_prompt_and_text(tmp_path, capsys):
         assert re.match(r"one two (\w|\n)", capsys.readouterr().out)
 
 
+def test_words_that_the_vocabulary_lacks(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 300)
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    assert txl("prepare", "text", tmp_path / "text.txt", corpus, "--unit", "word") == 0
+    assert txl("train", corpus, run, *SMALL, "--max-step", 1) == 0
+    read = ("generate", run, "--max-new-tokens", 1, "--quiet")
+    capsys.readouterr()
+    assert txl(*read, "--prompt", "one zwei drei\ntwo zwei", "--prompt", "four eight") == 0
+    said = "txl: not in the vocabulary, read as <unk>: 'zwei', 'drei', 'eight'\n"
+    assert said in capsys.readouterr().err
+    assert txl(*read, "--prompt", "one <unk> two", "--stop", "three", "--stop", r"\n", "--stop", "<eos>") == 0
+    assert "not in the vocabulary" not in capsys.readouterr().err
+    for stop, message in [("eight", "is not in the vocabulary"), ("one two", "is 2 tokens; it must be one")]:
+        assert txl(*read, "--prompt", "one", "--stop", stop) == cli.ERROR
+        assert f"--stop {stop!r} {message}" in capsys.readouterr().err
+
+
 def test_windows_have_no_memory(trained, tmp_path, capsys):
     out = tmp_path / "windows.json"
     read = ("eval", trained / "run", trained / "corpus", "--max-tokens", 40, "--quiet")

@@ -894,6 +894,9 @@ def test_text_to_numbers_and_back():
     assert text8.decode([1, 0, 3]) == "a c"
     every = Vocabulary.of_bytes()
     assert every.encode("é\r\n") == [0xC3, 0xA9, 13, 10]
+    assert words.unknown_in("The dog sat on the\ncat; the dog") == ["dog", "sat", "on", "cat;"]
+    assert sentences.unknown_in("a b\n") == text8.unknown_in("A cab\n") == every.unknown_in("é") == []
+    assert text8.unknown_in("Abz z") == ["z"] and enwik8.unknown_in("abz") == [ord("z")]
     for strange, message in [
         (enwik8, r"byte 122 \(b'z'\) is not in"),
         (text8, "'z' is not in the vocabulary"),

@@ -12,6 +12,7 @@ from txl_model.checkpoint import load_model
 from txl_model.cli.options import add_machine_arguments, chosen_device, to_stderr, vocabulary_of
 from txl_model.data import Corpus, Vocabulary
 from txl_model.data.corpus import VOCABULARY
+from txl_model.data.vocabulary import BORDER
 from txl_model.generate import collect, generate, stream_text
 
 
@@ -68,10 +69,15 @@ def run(args: argparse.Namespace) -> None:
         vocabulary = Vocabulary.load(path)
     else:
         raise ValueError(f"{args.model} has no {VOCABULARY} beside it: name a corpus with --corpus")
-    stop = {token for symbol in args.stop for token in _stop_tokens(vocabulary, symbol)}
+    stop = {_stop_token(vocabulary, symbol) for symbol in args.stop}
+    tokens = [vocabulary.encode(prompt) for prompt in prompts]
+    unknown = list(dict.fromkeys(symbol for prompt in prompts for symbol in vocabulary.unknown_in(prompt)))
+    if unknown:
+        named = ", ".join(map(repr, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
+        to_stderr(f"not in the vocabulary, read as {vocabulary.unknown}: {named}")
     steps = generate(
         model,
-        [vocabulary.encode(prompt) for prompt in prompts],
+        tokens,
         args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -95,10 +101,14 @@ def run(args: argparse.Namespace) -> None:
         print(f"{prompt}{vocabulary.decode(row)}\n{'-' * 20}")
 
 
-def _stop_tokens(vocabulary: Vocabulary, symbol: str) -> list[int]:
+def _stop_token(vocabulary: Vocabulary, symbol: str) -> int:
     r"""The number of a stop symbol; \n may be written so."""
     symbol = symbol.replace("\\n", "\n")
-    tokens = [vocabulary.number(symbol)] if vocabulary.unit == "word" else vocabulary.encode(symbol)
+    if vocabulary.unknown_in(symbol):
+        raise ValueError(f"--stop {symbol!r} is not in the vocabulary: the text would never stop there")
+    tokens = vocabulary.encode(symbol)
+    if vocabulary.line_end == BORDER:
+        del tokens[0]  # which stands before every text
     if len(tokens) != 1:
         raise ValueError(f"--stop {symbol!r} is {len(tokens)} tokens; it must be one")
-    return tokens
+    return tokens[0]

@@ -196,16 +196,26 @@ class Vocabulary:
 
         What the vocabulary lacks becomes its unknown symbol. Raises ValueError for what has no number.
         """
+        return [number for symbols in self._symbols_of(text) for number in self.numbers(symbols)]
+
+    def unknown_in(self, text: str) -> list[Any]:
+        """The symbols of a text, each once, that the vocabulary lacks."""
+        symbols = dict.fromkeys(symbol for piece in self._symbols_of(text) for symbol in piece)
+        return [symbol for symbol in symbols if symbol not in self._index]
+
+    def _symbols_of(self, text: str) -> Iterator[Sequence[Any]]:
+        """As `read_symbols` gives them."""
         if self.unit != "word":
             read = read_symbols(io.BytesIO(text.encode()), self.unit, self.lower_case, self.line_end)
-            return [number for symbols, _ in read for number in self.numbers(symbols)]
+            yield from (symbols for symbols, _ in read)
+            return
         words: list[str] = []
         # As a file would be read: whatever ends a line.
         for i, line in enumerate(io.StringIO(text, newline=None).read().split("\n")):
             if self.line_end and (i > 0 or self.line_end == BORDER):
                 words.append(self.line_end)
             words += (line.lower() if self.lower_case else line).split()
-        return list(self.numbers(words))
+        yield words
 
     def decode(self, numbers: Iterable[int]) -> str:
         """Numbers to text. Each word is followed by a space, so texts can be decoded in parts and joined.
