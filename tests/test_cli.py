@@ -310,6 +310,35 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_out_of_memory(trained, tmp_path, monkeypatch, capsys):
+    run, corpus = trained / "run", trained / "corpus"
+    commands = {
+        "train": ("train", corpus, tmp_path / "run", *SMALL),
+        "evaluate": ("eval", run, corpus, "--quiet"),
+        "generate": ("generate", run, "--prompt", "a"),
+    }
+
+    def gpu(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    def kernel(*args, **options):
+        raise RuntimeError("std::bad_alloc")
+
+    for failing, size in [
+        (lambda *args, **options: torch.empty(2**60), r" \(tried to allocate 4611686018427387904 bytes\)"),
+        (gpu, r" \(tried to allocate 20.00 GiB\)"),
+        (kernel, ""),
+    ]:
+        for name, args in commands.items():
+            monkeypatch.setattr(getattr(cli, name), name, failing)
+            assert txl(*args) == cli.ERROR
+            said = rf"txl: error: out of memory{size}: less is needed with a smaller --.*mem-len.*\n"
+            assert re.search(f"{said}$", capsys.readouterr().err)
+    monkeypatch.setattr(cli.generate, "generate", lambda *args, **options: torch.ones(2) + torch.ones(3))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        txl(*commands["generate"])
+
+
 def test_says_which_weights_it_reads(trained, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)

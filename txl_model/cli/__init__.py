@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,13 @@ _COMMANDS: list[Command] = [
     ("info", "what a preset, a model, a corpus or this machine is", info.add_arguments, info.run),
 ]
 
+# What takes less memory, by command.
+_SMALLER = {
+    "train": "a smaller --batch-size, --tgt-len or --mem-len, or a larger --batch-chunk",
+    "eval": "a smaller --batch-size, --tgt-len or --mem-len",
+    "generate": "a smaller --mem-len, or fewer prompts at once",
+}
+
 ERROR, INTERRUPTED = 1, 130  # exit codes; argparse's own, for a command line it does not understand, is 2
 
 
@@ -55,11 +63,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ModuleNotFoundError, BackendUnavailable, torch.OutOfMemoryError) as error:
-        if os.environ.get("TXL_DEBUG"):
+    except (ValueError, OSError, ModuleNotFoundError, BackendUnavailable, MemoryError, RuntimeError) as error:
+        message = _message(error, args.command)
+        if message is None or os.environ.get("TXL_DEBUG"):
             raise
-        to_stderr(f"error: {error}")
+        to_stderr(f"error: {message}")
         return ERROR
+
+
+def _message(error: Exception, command: str) -> str | None:
+    """What to say of an error; None for one of ours, which wants its traceback."""
+    # torch has a type for the memory of GPUs only; bad_alloc is what our kernels throw.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and re.search("DefaultCPUAllocator|bad_alloc", str(error))
+    ):
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        message = "out of memory" + (f" (tried to allocate {asked[1]})" if asked else "")
+        return f"{message}: less is needed with {_SMALLER[command]}" if command in _SMALLER else message
+    if isinstance(error, RuntimeError) and not isinstance(error, BackendUnavailable):
+        return None
+    return str(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,5 +96,5 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary, add_arguments, run in _COMMANDS:
         command = commands.add_parser(name, help=summary, description=summary)
         add_arguments(command)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, command=name)
     return parser
