@@ -23,6 +23,7 @@ import txl_kernels
 import txl_model.attention
 from txl_kernels import cpu, registry
 from txl_model import TransformerXLConfig, __main__, cli
+from txl_model.data import OrderedBatches
 from txl_model.presets import PRESETS
 from txl_model.train_config import TrainConfig
 
@@ -425,8 +426,40 @@ def test_ctrl_c_keeps_the_last_checkpoint(trained, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == cli.INTERRUPTED
-    step = int(re.search(r"stopped at step (\d+); --resume", err)[1])
-    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    step = int(re.search(r"txl: stopped at step (\d+); ", err)[1])
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+    assert (checkpoint / "manifest.json").exists()
+    command = f"txl train {trained / 'corpus'} {tmp_path / 'run'} --resume"
+    way_on = f"the last checkpoint is {checkpoint}, and this goes on from there: {command}\n"
+    assert err.endswith(way_on) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("interval, kept", [(3, True), (0, False)])
+def test_a_second_ctrl_c_says_what_is_kept(trained, tmp_path, monkeypatch, capsys, interval, kept):
+    run = tmp_path / "run"
+
+    def twice(event):
+        if event["step"] == 4:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli.train, "_report", twice)
+    args = ("train", trained / "corpus", run, *SMALL, "--save-interval", interval)
+    assert txl(*args) == cli.INTERRUPTED
+    checkpoint = run / "checkpoints" / "step-00000003"
+    said = f"the last checkpoint is {checkpoint}, and this" if kept else "no checkpoint was saved yet"
+    assert f"txl: interrupted; {said}" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_first_step(trained, tmp_path, monkeypatch, capsys):
+    def interrupted(batches):
+        signal.raise_signal(signal.SIGINT)
+        return batches
+
+    monkeypatch.setattr(OrderedBatches, "__iter__", interrupted)
+    plot = ("--plot", tmp_path / "loss.png")
+    assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, *plot) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "txl: stopped at step 0; no checkpoint was saved yet\n"
 
 
 def test_interrupt_and_missing_package(monkeypatch, capsys):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from txl_model.checkpoint import run_config
+from txl_model.checkpoint import Checkpoints, run_config
 from txl_model.cli.info import shape
 from txl_model.cli.options import (
     add_fields,
@@ -82,25 +84,39 @@ def run(args: argparse.Namespace) -> int | None:
         check_plot(args.plot)
         text = len(corpus.tokens("train"))
         print(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}", flush=True)
-    result = train(
-        model_config,
-        train_config,
-        corpus,
-        args.out,
-        resume=args.resume,
-        on_event=_report,
-        progress=not args.quiet,
-        backend=args.backend,
-        device=args.device and chosen_device(args),
-    )
+    device = args.device and chosen_device(args)
+    try:
+        result = train(
+            model_config,
+            train_config,
+            corpus,
+            args.out,
+            resume=args.resume,
+            on_event=_report,
+            progress=not args.quiet,
+            backend=args.backend,
+            device=device,
+        )
+    except KeyboardInterrupt:  # the second one: it does not wait for the step and its checkpoint
+        if first:
+            kept = Checkpoints(args.out / "checkpoints").all()
+            to_stderr(f"interrupted; {_way_on(args, kept[-1] if kept else None)}")
+        return 128 + signal.SIGINT
     if not first:
         return None
-    if args.plot:
-        plot_log(args.out / "log.jsonl", args.plot)
     if result.signal:
-        to_stderr(f"stopped at step {result.step}; --resume goes on from there")
-        return 128 + result.signal
-    return None
+        to_stderr(f"stopped at step {result.step}; {_way_on(args, result.checkpoint)}")
+    if args.plot and result.step:
+        plot_log(args.out / "log.jsonl", args.plot)
+    return 128 + result.signal if result.signal else None
+
+
+def _way_on(args: argparse.Namespace, checkpoint: Path | None) -> str:
+    """Where a run that was stopped is kept, and the command that goes on with it."""
+    if checkpoint is None:
+        return "no checkpoint was saved yet"
+    command = shlex.join(["txl", "train", str(args.corpus), str(args.out), "--resume"])
+    return f"the last checkpoint is {checkpoint}, and this goes on from there: {command}"
 
 
 def _report(event: dict[str, Any]) -> None:
