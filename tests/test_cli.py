@@ -230,7 +230,29 @@ def test_info(trained, capsys):
     assert txl("info", trained / "corpus") == 0
     assert "train" in capsys.readouterr().out
     assert txl("info", trained / "run") == 0
-    assert "2 layers of 32" in capsys.readouterr().out
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.match(r".*run: 27,392 parameters, 2 layers of 32", first)
+    events = [json.loads(line) for line in (trained / "run" / "log.jsonl").read_text().splitlines()]
+    best = min((e for e in events if e["event"] == "eval"), key=lambda e: e["loss"])
+    size = sum(p.stat().st_size for p in (trained / "run").rglob("*") if p.is_file())
+    assert lines[:4] == [
+        "  trained on   corpus",
+        f"  step         6 of 6, {events[-2]['tokens']} tokens",
+        "  checkpoints  step-00000003, step-00000006",
+        f"  best         valid {best['bpc']:.4f} bpc at step {best['step']}",
+    ]
+    assert re.match(rf"  on disk      {size / 1e6:.1f} MB: best [\d.]+, checkpoints [\d.]+, ", lines[4])
+    assert json.loads("\n".join(lines[5:])).keys() == {"model", "train"}
+    assert txl("info", trained / "run" / "best") == 0
+    assert "27,392 parameters" in capsys.readouterr().out
+
+
+def test_info_of_a_run_without_a_checkpoint(trained, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    shutil.copy(trained / "run" / "config.json", tmp_path / "run")
+    assert txl("info", tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert "27,392 parameters" in printed and "no checkpoint yet, of 6 steps" in printed
 
 
 # -------------------------------------------------------------------------------------------------- options

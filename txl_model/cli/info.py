@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from txl_kernels import _report
-from txl_model.checkpoint import load_model
+from txl_model.checkpoint import Checkpoints, load_model, read_json, run_config
+from txl_model.cli.options import loss_in_words, to_stderr
 from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
 from txl_model.data.corpus import DESCRIPTION
+from txl_model.log import read_log
 from txl_model.model import TransformerXL
 from txl_model.presets import PRESETS, preset
+from txl_model.state import PROGRESS, Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-
     if args.what is None:
         print(_report.render(_report.collect()))
         print("presets")
@@ -30,23 +33,61 @@ def run(args: argparse.Namespace) -> None:
             print(f"  {name:15} {shape(TransformerXLConfig.preset(name))}")
         return
     path = Path(args.what)
+    saved = run_config(path)
+    progress: list[str] = []
     if args.what in PRESETS and not path.exists():
-        config = TransformerXLConfig.preset(args.what)
-        with torch.device("meta"):
-            model = TransformerXL(config)
+        model = _without_weights(TransformerXLConfig.preset(args.what))
         parts = {
-            "model": config.to_dict(),
+            "model": model.config.to_dict(),
             "train": preset(args.what, "train"),
             "eval": preset(args.what, "eval"),
         }
     elif (path / DESCRIPTION).exists():
         print(Corpus.open(path).summary())
         return
+    elif saved is not None:
+        model = _without_weights(TransformerXLConfig.from_dict(saved["model"]))
+        progress = _progress(path, saved)
+        parts = {name: part for name, part in saved.items() if name != "corpus"}
     else:
         model = load_model(path)
         parts = {"model": model.config.to_dict()}
     print(f"{args.what}: {sum(p.numel() for p in model.parameters()):,} parameters, {shape(model.config)}")
+    for line in progress:
+        print(f"  {line}")
     print(json.dumps(parts, indent=2))
+
+
+def _without_weights(config: TransformerXLConfig) -> TransformerXL:
+    with torch.device("meta"):
+        return TransformerXL(config)
+
+
+def _progress(folder: Path, saved: dict[str, Any]) -> list[str]:
+    """How far a training run has come, and what it takes on the disk. Raises ValueError for damaged files."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    newest = checkpoints.newest(to_stderr)
+    max_step = saved["train"]["max_step"]
+    lines = [f"trained on   {saved['corpus']['name']}"]
+    if newest is None:
+        lines.append(f"step         no checkpoint yet, of {max_step:,} steps")
+    else:
+        done = Progress.from_dict(read_json(newest / PROGRESS))
+        lines.append(f"step         {done.step:,} of {max_step:,}, {done.tokens:,} tokens")
+        lines.append(f"checkpoints  {', '.join(path.name for path in checkpoints.all())}")
+    log = folder / "log.jsonl"
+    best = [event for event in (read_log(log) if log.exists() else []) if event.get("best")]
+    if best:
+        lines.append(f"best         valid {loss_in_words(best[-1])} at step {best[-1]['step']:,}")
+    sizes = {path.name: _size(path) for path in sorted(folder.iterdir())}
+    each = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items())
+    lines.append(f"on disk      {sum(sizes.values()) / 1e6:,.1f} MB: {each}")
+    return lines
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(p.stat().st_size for p in (path, *path.rglob("*")) if p.is_file())
 
 
 def shape(config: TransformerXLConfig) -> str:

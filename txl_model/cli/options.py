@@ -84,6 +84,11 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
+def loss_in_words(event: dict[str, Any]) -> str:
+    """Of a line of the log."""
+    return f"{event['bpc']:.4f} bpc" if "bpc" in event else f"ppl {event['ppl']:.2f}"
+
+
 def to_stderr(message: str) -> None:
     """A remark that is not part of a command's result."""
     print(f"txl: {message}", file=sys.stderr)

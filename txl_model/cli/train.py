@@ -20,6 +20,7 @@ from txl_model.cli.options import (
     check_plot,
     chosen_device,
     given,
+    loss_in_words,
     read_config,
     to_stderr,
 )
@@ -123,9 +124,9 @@ def _report(event: dict[str, Any]) -> None:
     """A line for people of an event of training; the bar shows what happens between the evaluations."""
     kind, step = event["event"], event["step"]
     if kind == "eval":
-        line = f"valid {_figure(event)}" + (", the best so far" if event["best"] else "")
+        line = f"valid {loss_in_words(event)}" + (", the best so far" if event["best"] else "")
     elif kind == "train" and not sys.stderr.isatty():
-        line = f"train {_figure(event)}, {event['tokens_per_second']:,.0f} tokens/s"
+        line = f"train {loss_in_words(event)}, {event['tokens_per_second']:,.0f} tokens/s"
         line += f", {tqdm.format_interval(event['seconds_left'])} left"
     elif kind == "resume":
         line = f"goes on from {event['path']}"
@@ -135,7 +136,3 @@ def _report(event: dict[str, Any]) -> None:
         return
     tqdm.write(f"step {step:,}: {line}", file=sys.stdout)
     sys.stdout.flush()
-
-
-def _figure(event: dict[str, Any]) -> str:
-    return f"{event['bpc']:.4f} bpc" if "bpc" in event else f"ppl {event['ppl']:.2f}"
