@@ -386,6 +386,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as exit:
         txl("--version")
     assert exit.value.code == 0 and capsys.readouterr().out == f"txl-kernels {txl_kernels.__version__}\n"
+    assert f"\nversion: {txl_kernels.__version__}\n" in (helpers.ROOT / "CITATION.cff").read_text()
 
 
 def test_words_have_a_space_between_prompt_and_text(tmp_path, capsys):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import EMULATED, INTERPRET, python, why_not
+from helpers import EMULATED, INTERPRET, ROOT, python, why_not
 
 import txl_kernels
 
@@ -155,6 +156,14 @@ def test_report_on_the_command_line():
         assert text in done.stdout, f"{text} is missing in\n{done.stdout}"
     why_not("cpu")  # loads its library
     assert torch.ops.txl_kernels.cpu_level() in done.stdout
+
+
+def test_every_environment_variable_is_documented():
+    read = re.compile(r"""(?:environ\.get|environ|getenv)[(\[]"(TXL_\w+)\"""")
+    sources = [p for folder in ("txl_kernels", "txl_model", "csrc") for p in (ROOT / folder).rglob("*.*")]
+    text = "".join(p.read_text() for p in sources if p.suffix in (".py", ".cpp", ".h"))
+    documented = re.findall(r"^\| `(TXL_\w+)` ", (ROOT / "docs" / "environment.md").read_text(), re.M)
+    assert sorted(documented) == sorted(set(read.findall(text)))
 
 
 def test_report_whose_reader_has_gone():
