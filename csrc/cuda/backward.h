@@ -47,7 +47,7 @@ template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                     void* stream) {
   const BackwardParams params{
-      p, t, dropout_seed, Workspace(p, sizeof(E), workspace), Workspace::clamps(p), scale_of_kept(p)};
+      p, t, dropout_seed, Workspace(p, sizeof(E), workspace), Workspace::clamps(p), Scales(p)};
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {

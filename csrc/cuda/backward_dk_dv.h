@@ -80,7 +80,6 @@ struct DkDvKernel {
   float dk[kOwnTiles][4], dv[kOwnTiles][4];
   float ds_sum[4];  // of the lane's keys, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
-  float scale;
 
   TXL_DEVICE explicit DkDvKernel(const Params& x)
       : params(x),
@@ -99,8 +98,7 @@ struct DkDvKernel {
         dk{},
         dv{},
         ds_sum{},
-        base(shared_base()),
-        scale(scale_of_scores(p)) {}
+        base(shared_base()) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.K + BN - 1) / BN); }
 
@@ -262,8 +260,8 @@ struct DkDvKernel {
         const Statistics of_query = statistics(query(first + n, y));
         for (int x = y; x < 4; x += 2) {
           const bool seen = !kMasked || sees(i0, first + n, x), kept = !kDropout || is_kept(first + n, x);
-          const float weight = seen ? exp2_fast(ds[n][x] * scale - of_query.lse) : 0.0f;
-          const float of_weight = kept ? kDropout ? dp[n][x] * params.kept_scale : dp[n][x] : 0.0f;
+          const float weight = seen ? exp2_fast(ds[n][x] * params.scale.scores - of_query.lse) : 0.0f;
+          const float of_weight = kept ? kDropout ? dp[n][x] * params.scale.kept : dp[n][x] : 0.0f;
           dp[n][x] = kept ? weight : 0.0f;
           ds[n][x] = seen ? weight * (of_weight - of_query.delta) : 0.0f;  // unseen, it may hold NaN
         }
@@ -304,8 +302,8 @@ struct DkDvKernel {
 
   TXL_DEVICE void store() {
     sync_threads();  // all are done with the keys and values
-    put_rows(k_tile(), own_key, own_channel, dk, scale_of_queries(p));
-    put_rows(v_tile(), own_key, own_channel, dv, params.kept_scale);
+    put_rows(k_tile(), own_key, own_channel, dk, params.scale.queries);
+    put_rows(v_tile(), own_key, own_channel, dv, params.scale.kept);
     if (own_channel == 0 && lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
         store_shared(base + kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);

@@ -41,7 +41,6 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   Square<E> slope_carry;     // the columns of the band's gradient that the tile before left over
   float clamped[2][2];       // sums of dS over pairs that are clamped to the first row of r, and to the last
   float acc[kHeadTiles][4];  // dq, without the clamped pairs' position part
-  float scale;
 
   TXL_DEVICE explicit DqKernel(const Params& x)
       : Block(x.p, 1, x.p.K),
@@ -49,8 +48,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
         clamped{},
-        acc{},
-        scale(scale_of_scores(p)) {
+        acc{} {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane(y);
       const bool exists = i < mask.L;
@@ -115,7 +113,8 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) {
-        const float gradient = exp2_fast(ds[n][x] * scale - lse[x / 2]) * (dp[n][x] - delta[x / 2]);
+        const float gradient =
+            exp2_fast(ds[n][x] * params.scale.scores - lse[x / 2]) * (dp[n][x] - delta[x / 2]);
         // A pair that is not seen may hold NaN.
         ds[n][x] = !kEdge || mask.sees(i + x / 2 * 8, j + 8 * n + x % 2) ? gradient : 0.0f;
       }
@@ -143,7 +142,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     this->draw_dropout(seed, j0);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * params.kept_scale : 0.0f;
+      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * params.scale.kept : 0.0f;
   }
 
   // ---- Position ----

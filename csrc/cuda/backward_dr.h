@@ -70,7 +70,6 @@ struct DrKernel {
   float dr[kHeadTiles][4];
   float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
-  float scale;
 
   // Of a batch entry:
   struct Entry {
@@ -99,8 +98,7 @@ struct DrKernel {
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
         dr{},
         ds_sum{},
-        base(shared_base()),
-        scale(scale_of_scores(p)) {}
+        base(shared_base()) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
@@ -264,9 +262,9 @@ struct DrKernel {
         const Statistics of_query =
             load_shared<Statistics>(base + kStatisticsAt + static_cast<uint32_t>(query(first + n, y)) * 16);
         for (int x = y; x < 4; x += 2) {
-          const float weight = exp2_fast(ds[n][x] * scale - of_query.lse);
+          const float weight = exp2_fast(ds[n][x] * params.scale.scores - of_query.lse);
           float dp = dout_v().template read<1>(first + n, x, own_row());
-          if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * params.kept_scale : 0.0f;
+          if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * params.scale.kept : 0.0f;
           // A pair that is not seen may hold NaN.
           ds[n][x] = !kMasked || sees(entry, i0, first + n, x) ? weight * (dp - of_query.delta) : 0.0f;
         }
@@ -307,14 +305,14 @@ struct DrKernel {
     if (params.w.splits > 1)
       store_part();
     else
-      put_rows(results, own_row(), 0, dr, scale_of_queries(p));
+      put_rows(results, own_row(), 0, dr, params.scale.queries);
     sync_threads();
     if (params.w.splits == 1) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);
     if (t.dv_bias.data) store_dv_bias();
   }
 
   TXL_DEVICE void store_part() {
-    const float factor = scale_of_queries(p);
+    const float factor = params.scale.queries;
     const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {

@@ -72,7 +72,7 @@ struct BackwardParams {
   const int64_t* dropout_seed;
   Workspace w;
   bool clamps;
-  float kept_scale;
+  Scales scale;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
 
@@ -227,7 +227,6 @@ struct PrepareKernel {
     const int64_t i = exists ? row % p.L : 0;
     const int h = exists ? static_cast<int>(row / p.L % p.H) : 0;
     const int b = exists ? static_cast<int>(row / p.L / p.H) : 0;
-    const float sign = sign_of_queries(p);
     const Piece q = load(t.q, b, h, i, channel, p);
     const Piece u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
     const Piece out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);
@@ -237,8 +236,8 @@ struct PrepareKernel {
     float delta = 0, first = 0, last = 0;
     TXL_UNROLL_GPU
     for (int d = 0; d < kChannels; ++d) {
-      q_u.x[d] = from_float<E>(sign * (q.x[d] + u.x[d]));
-      q_v.x[d] = from_float<E>(sign * (q.x[d] + v.x[d]));
+      q_u.x[d] = from_float<E>(x.scale.sign * (q.x[d] + u.x[d]));
+      q_v.x[d] = from_float<E>(x.scale.sign * (q.x[d] + v.x[d]));
       delta += dout.x[d] * out.x[d];
       first += to_float(q_v.x[d]) * r_first.x[d];
       last += to_float(q_v.x[d]) * r_last.x[d];

@@ -14,6 +14,7 @@ struct ForwardParams {
   Problem p;
   Tensors t;
   const int64_t* dropout_seed;
+  Scales scale;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
   // [splits, B, H, L, D] without gaps, and behind it the largest score and the total [splits, B, H, L] each.
   int splits;
@@ -47,7 +48,6 @@ struct ForwardKernel : private Block {
   int lo[2], hi[2];  // keys that the lane's queries see
   float largest[2], total[2], far_first[2], far_last[2];
   float acc[kHeadTiles][4];
-  float scale;
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
       : Block(x.p, x.splits, x.split_keys),
@@ -58,8 +58,7 @@ struct ForwardKernel : private Block {
         total{},
         far_first{},
         far_last{},
-        acc{},
-        scale(scale_of_scores(p)) {
+        acc{} {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane(y);
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
@@ -95,13 +94,14 @@ struct ForwardKernel : private Block {
 
   // q + u and q + v, rounded as the operands of a product must be.
   TXL_DEVICE void load_queries() {
-    const float sign = sign_of_queries(p);
     for (int x = thread_index(); x < BM * kHead; x += kThreads) {
       const int y = x / kHead, d = x % kHead, place = Block::place_of_query(y);
       const bool valid = i0 + y < p.L && d < p.D;
       const float q = valid ? to_float(load_global(t.q.at<const E>(b, h, i0 + y) + d)) : 0.0f;
-      store_shared(query_rows(0).at(place, d), from_float<E>(valid ? sign * (q + bias(t.bias_u, d)) : 0.0f));
-      store_shared(query_rows(1).at(place, d), from_float<E>(valid ? sign * (q + bias(t.bias_v, d)) : 0.0f));
+      store_shared(query_rows(0).at(place, d),
+                   from_float<E>(valid ? params.scale.sign * (q + bias(t.bias_u, d)) : 0.0f));
+      store_shared(query_rows(1).at(place, d),
+                   from_float<E>(valid ? params.scale.sign * (q + bias(t.bias_v, d)) : 0.0f));
     }
     sync_threads();
     this->hold_queries();
@@ -160,7 +160,7 @@ struct ForwardKernel : private Block {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n) top = larger(top, larger(score[n][2 * y], score[n][2 * y + 1]));
       for (int step = 1; step < 4; step *= 2) top = larger(top, shuffle_xor(top, step));
-      top = larger(largest[y], top * scale);
+      top = larger(largest[y], top * params.scale.scores);
       // So far a query may have seen nothing: -inf - -inf would be NaN.
       const float base = kMasked && top == -infinity() ? 0.0f : top;
       const float decay = exp2_fast(largest[y] - base);
@@ -168,7 +168,8 @@ struct ForwardKernel : private Block {
       float sum = 0;
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
-        for (int x = 2 * y; x < 2 * y + 2; ++x) sum += score[n][x] = exp2_fast(score[n][x] * scale - base);
+        for (int x = 2 * y; x < 2 * y + 2; ++x)
+          sum += score[n][x] = exp2_fast(score[n][x] * params.scale.scores - base);
       total[y] = total[y] * decay + sum;  // of the lane's own keys; summed up over lanes at the end
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; ++d) acc[d][2 * y] *= decay, acc[d][2 * y + 1] *= decay;
@@ -191,7 +192,7 @@ struct ForwardKernel : private Block {
       const int64_t i = i0 + row_of_lane(y);
       if (i >= p.L) continue;
       const bool any_seen = lo[y] < hi[y];
-      const float factor = any_seen ? scale_of_kept(p) / total[y] : 0.0f;
+      const float factor = any_seen ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; ++d)
@@ -308,7 +309,7 @@ template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
                    bool warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
-  const ForwardParams<Forward> params{p, t, dropout_seed, splits, split_keys, parts};
+  const ForwardParams<Forward> params{p, t, dropout_seed, Scales(p), splits, split_keys, parts};
   const int error = choose_block<E, kHead>(params, warpgroups, stream);
   if (error || splits == 1) return error;
   return launch<MergeKernel<E>>(params.rows(), 0, params, stream);

@@ -50,15 +50,19 @@ TXL_DEVICE T opaque(T x) {
 
 // ---- Numbers of a problem ----
 
-// A negative scale turns the sign of q + u and q + v instead.
-TXL_DEVICE float sign_of_queries(const Problem& p) { return p.scale < 0 ? -1.0f : 1.0f; }
-// What turns a sum of dS with them into a gradient.
-TXL_DEVICE float scale_of_queries(const Problem& p) {
-  return static_cast<float>(p.scale < 0 ? -p.scale : p.scale);
-}
-// exp2(score * scale). Never 0: a hidden key's score is -inf.
-TXL_DEVICE float scale_of_scores(const Problem& p) { return larger(scale_of_queries(p), 1e-30f) * kLog2e; }
-TXL_HD float scale_of_kept(const Problem& p) { return static_cast<float>(1 / (1 - p.dropout_p)); }
+// What a problem's scale and dropout_p come to. By the host: GPUs are slow with numbers of 64 bits.
+struct Scales {
+  float sign;     // of q + u and q + v, which have a negative scale's
+  float queries;  // what makes a gradient of a sum of dS with them
+  float scores;   // exp2(score * scores). Never 0: a hidden key's score is -inf
+  float kept;     // by dropout
+
+  explicit Scales(const Problem& p)
+      : sign(p.scale < 0 ? -1.0f : 1.0f),
+        queries(static_cast<float>(p.scale < 0 ? -p.scale : p.scale)),
+        scores((queries < 1e-30f ? 1e-30f : queries) * kLog2e),
+        kept(static_cast<float>(1 / (1 - p.dropout_p))) {}
+};
 
 // Multiples of BN, at least 0.
 template <int BN>

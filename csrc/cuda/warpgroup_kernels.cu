@@ -8,8 +8,13 @@ namespace txl::cuda {
 template <typename E, int kHead>
 int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
   const Problem& p = params.p;
-  ForwardParams<BoxedForward> x{
-      p, {params.t, {}, {}, {}, false}, params.dropout_seed, params.splits, params.split_keys, params.parts};
+  ForwardParams<BoxedForward> x{p,
+                                {params.t, {}, {}, {}, false},
+                                params.dropout_seed,
+                                params.scale,
+                                params.splits,
+                                params.split_keys,
+                                params.parts};
   const auto sizes = [&](const View& view, int64_t batch, int64_t rows) -> BoxedSizes {
     constexpr int64_t kBytes = sizeof(E);
     return {{batch, p.H, rows, p.D}, {view.batch * kBytes, view.head * kBytes, view.row * kBytes}};
