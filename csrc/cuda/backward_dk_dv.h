@@ -71,7 +71,6 @@ struct DkDvKernel {
   const Problem& p;
   const Backward& t;
   int b, h, j0;  // j0: the block's first key
-  uint64_t seed;
   Mask mask;
   QueryTiles tiles;
   int lowest_row;            // of r, not yet clamped, for query BM - 1 and the block's first key
@@ -89,7 +88,6 @@ struct DkDvKernel {
         b(block_index() / blocks_of_head() / static_cast<int>(p.H)),
         h(block_index() / blocks_of_head() % static_cast<int>(p.H)),
         j0(block_index() % blocks_of_head() * BN),
-        seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
         mask(p, p.keys_of_batch(b)),
         tiles(query_tiles<BM, BN>(p, {mask.lo, mask.hi}, j0)),
         lowest_row(static_cast<int>(p.band(BM - 1, j0))),
@@ -220,6 +218,7 @@ struct DkDvKernel {
 
   // A word's bits of a query's 16 calls, by group of 16 keys.
   TXL_DEVICE void draw_dropout(int i0) {
+    const auto seed = static_cast<uint64_t>(load_global(params.dropout_seed));  // no registers for it elsewhere
     for (int x = thread_index(); x < BM * 16; x += kThreads) {
       const uint32_t call = static_cast<uint32_t>((j0 >> 6) * 16 + x % 16);
       band().write_kept(x / 16, x % 16, kept_words(seed, p.dropout_threshold, call, b, h, i0 + x / 16));
