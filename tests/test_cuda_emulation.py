@@ -15,6 +15,7 @@ COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++"
 
 RIGHT = [
     *("product_bf16", "product_f16", "product_f32", "product_trans_bf16", "product_trans_f16"),
+    "product_cut_off",
     *("shuffles", "pipeline", "warpgroup_bf16", "warpgroup_f16", "boxes", "boxes_of_what"),
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
     *("same_in_any_order", "random_races", "global.copy_not_valid"),
@@ -24,7 +25,7 @@ RIGHT = [
 FAULTS = {
     "product_wrong_index": "the product differs",
     "product_wrong_index_f32": "the product differs",
-    "product_not_tf32": "mma_tf32x3: an operand is not a tf32: 3f800001",
+    "product_not_tf32": "mma_tf32: an operand is not a tf32: 3f800001",
     "product_no_barrier": r"race: shared read of 16 bytes at \+32 after a write by thread 2, no sync_warp or",
     "pipeline_no_wait": r"thread 127 .*: shared read of 16 bytes at \+496: copy not waited for, by thread 31",
     "pipeline_late_wait": "copy not waited for, by thread 31",

@@ -35,7 +35,10 @@ def assert_sound(report: static.Report) -> None:
         # Of keys, values and r; and not told by every thread in turn.
         assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
-    assert report.stack == report.local == 0, f"{report.kernel} spills on sm_{report.arch}"
+    # An address of far tiles: 8 bytes, written and read once for such a tile.
+    far_address = 8 if report.kernel.startswith("DqKernel<float, 128, ") else 0
+    spills = f"{report.kernel} on sm_{report.arch}: {report.stack} bytes of stack, {report.local} accesses"
+    assert report.stack <= far_address and report.local <= far_address // 2, spills
 
 
 def assert_as_documented(found: list[static.Report], expected: list[tuple[str, int, int, str, str]]) -> None:

@@ -26,7 +26,10 @@ template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
-  using Dq = DqKernel<E, kHead, (kWide ? 16 : 32), (kNarrow ? 3 : kWide ? 1 : 2), kDropout>;
+  // dq of float32 has sums of its own beside every accumulator, and operands that are split: it takes fewer.
+  static constexpr int kDqKeys = kWide || !is_half<E> ? 16 : 32;
+  static constexpr int kDqHeld = kNarrow ? 3 : kDqKeys == 32 ? 2 : 1;
+  using Dq = DqKernel<E, kHead, kDqKeys, kDqHeld, kDropout>;
   using DkDv = DkDvKernel<E, kHead, (kWide ? 32 : 64), kNarrow, kDropout>;
   using Dr = DrKernel<E, kHead, (kWide ? 16 : 32), !kWide, kDropout>;
   static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&

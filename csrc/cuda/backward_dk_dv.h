@@ -218,7 +218,8 @@ struct DkDvKernel {
 
   // A word's bits of a query's 16 calls, by group of 16 keys.
   TXL_DEVICE void draw_dropout(int i0) {
-    const auto seed = static_cast<uint64_t>(load_global(params.dropout_seed));  // no registers for it elsewhere
+    const auto seed =
+        static_cast<uint64_t>(load_global(params.dropout_seed));  // no registers for it elsewhere
     for (int x = thread_index(); x < BM * 16; x += kThreads) {
       const uint32_t call = static_cast<uint32_t>((j0 >> 6) * 16 + x % 16);
       band().write_kept(x / 16, x % 16, kept_words(seed, p.dropout_threshold, call, b, h, i0 + x / 16));

@@ -255,20 +255,15 @@ TXL_DEVICE uint32_t tf32(float x) {
   return y;
 }
 
-// d[16, 8] += a[16, 8] b[8, 8], of which each operand is given as the sum of two tf32, without the product of
-// their lower parts. As above, but
+// d[16, 8] += a[16, 8] b[8, 8] of tf32. As above, but
 //   a[i]: row g + 8 (i % 2), column t + 4 (i / 2)
 //   b[i]: row t + 4 i, column g
-TXL_DEVICE void mma_tf32x3(float (&d)[4], const uint32_t (&high_a)[4], const uint32_t (&low_a)[4],
-                           const uint32_t (&high_b)[2], const uint32_t (&low_b)[2]) {
-  const auto add = [&](const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  };
-  add(low_a, high_b), add(high_a, low_b), add(high_a, high_b);
+TXL_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Starts a copy of 16, 8 or 4 bytes, both addresses multiples of the size; zeros where not valid, and the
@@ -423,7 +418,7 @@ using emulation::fence_async_proxy;
 using emulation::load_global;
 using emulation::load_shared;
 using emulation::log2_fast;
-using emulation::mma_tf32x3;
+using emulation::mma_tf32;
 using emulation::shared_base;
 using emulation::shuffle;
 using emulation::shuffle_xor;
@@ -451,7 +446,7 @@ TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
 template <typename E>
 TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static_assert(is_half<E>, "bf16 or f16");
-  emulation::mma<is_bf16<E>>(d, a, b);
+  emulation::mma_half<is_bf16<E>>(d, a, b);
 }
 
 template <typename E, bool kTransposed, bool kAdd, int kTiles>
@@ -492,20 +487,19 @@ int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, v
 
 #endif
 
-// The product of 32 bytes of a row: 16 elements of 16 bits, or 8 of float32, in the places that mma_half and
-// mma_tf32x3 say. float32: as the sum of two tf32, to 21 bits; what is infinite becomes NaN.
-template <typename E>
-TXL_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (is_half<E>) {
-    mma_half<E>(d, a, b);
-  } else {
-    const auto low = [](uint32_t x, uint32_t high) { return tf32(bits<float>(x) - bits<float>(high)); };
-    uint32_t high_a[4], low_a[4], high_b[2], low_b[2];
-    for (int i = 0; i < 4; ++i) high_a[i] = tf32(bits<float>(a[i])), low_a[i] = low(a[i], high_a[i]);
-    for (int i = 0; i < 2; ++i) high_b[i] = tf32(bits<float>(b[i])), low_b[i] = low(b[i], high_b[i]);
-    mma_tf32x3(d, high_a, low_a, high_b, low_b);
+// Registers of float32, each as the sum of two tf32, to 22 bits. What is not finite is so in `high`.
+template <int kWords>
+struct Split {
+  uint32_t high[kWords], low[kWords];
+
+  TXL_DEVICE explicit Split(const uint32_t (&x)[kWords]) {
+    for (int i = 0; i < kWords; ++i) {
+      high[i] = tf32(bits<float>(x[i]));
+      // As tf32 rounds what is finite, in fewer instructions.
+      low[i] = (bits<uint32_t>(bits<float>(x[i]) - bits<float>(high[i])) + 0x1000u) & ~0x1fffu;
+    }
   }
-}
+};
 
 template <typename E>
 TXL_DEVICE E from_float(float x) {

@@ -10,10 +10,8 @@
 
 #if defined(__CUDACC__)
 #define TXL_NO_UNROLL_GPU _Pragma("unroll 1")
-#define TXL_UNROLL_GPU_TWO _Pragma("unroll 2")
 #else
 #define TXL_NO_UNROLL_GPU
-#define TXL_UNROLL_GPU_TWO
 #endif
 
 namespace txl::cuda {
@@ -290,6 +288,40 @@ TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d) {
   return a;
 }
 
+// A sum of products of 32 bytes of a row: 16 elements of 16 bits, or 8 of float32.
+//
+// Tensor cores do not round their sums, they cut them off, towards 0. In float32 that is more than all other
+// errors once there are many: so theirs begin with 0, are short, and are added to what there is by additions
+// that round; and the two small products of a split one are summed apart from the large one, which would have
+// them cut off where it ends. (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor
+// Cores while surpassing the FP32 theoretical peak performance".)
+template <typename E>
+struct Sum {
+  float sum[4];
+
+  TXL_DEVICE void begin(const float (&acc)[4]) { memcpy(sum, acc, sizeof(sum)); }
+  TXL_DEVICE void add(const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_half<E>(sum, a, b); }
+  TXL_DEVICE void end(float (&acc)[4]) const { memcpy(acc, sum, sizeof(sum)); }
+};
+template <>
+struct Sum<f32> {
+  float large[4], small[4];
+
+  TXL_DEVICE void begin(const float (&)[4]) {
+    for (int x = 0; x < 4; ++x) large[x] = small[x] = 0;
+  }
+  TXL_DEVICE void add(const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    const Split<4> left(a);
+    const Split<2> right(b);
+    mma_tf32(small, left.low, right.high);
+    mma_tf32(small, left.high, right.low);
+    mma_tf32(large, left.high, right.high);
+  }
+  TXL_DEVICE void end(float (&acc)[4]) const {
+    for (int x = 0; x < 4; ++x) acc[x] += large[x] + small[x];
+  }
+};
+
 // acc[n] += a rows^T for n8 tiles of rows, each pair from row_of(8 n) on, an odd one alone; a(d) is the
 // fragment of step d. kHeld: it lies in registers.
 template <bool kHeld, int kTiles, typename A, typename Tile, typename F>
@@ -297,6 +329,7 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Tile rows, F row_of) {
   using E = typename Tile::Element;
   constexpr int kHead = Tile::kHead;
   const Corner corner = corner_b();
+  Sum<E> sum[kTiles];
   const auto add_step = [&](int d) {
     Fragment a_d = a(d);
     if constexpr (kHeld && !is_half<E>) {
@@ -309,21 +342,35 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Tile rows, F row_of) {
       if (n + 1 < kTiles) {
         uint32_t b[4];
         load_matrix_x4(b, address);
-        mma<E>(acc[n], a_d.r, {b[0], b[1]});
-        mma<E>(acc[n + 1], a_d.r, {b[2], b[3]});
+        sum[n].add(a_d.r, {b[0], b[1]});
+        sum[n + 1].add(a_d.r, {b[2], b[3]});
       } else {
         uint32_t b[2];
         load_matrix_x2(b, address);
-        mma<E>(acc[n], a_d.r, b);
+        sum[n].add(a_d.r, b);
       }
     }
   };
+  constexpr int kSteps = kHead / kStep<E>, kTogether = is_half<E> ? kSteps : kSteps / 2;
+  const auto add_steps = [&](int first) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles; ++n) sum[n].begin(acc[n]);
+    if constexpr (kHeld || is_half<E>) {
+      TXL_UNROLL_GPU
+      for (int d = 0; d < kTogether; ++d) add_step(first + d);
+    } else {  // steps of float32 are long as they are
+      TXL_NO_UNROLL_GPU
+      for (int d = 0; d < kTogether; ++d) add_step(first + d);
+    }
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles; ++n) sum[n].end(acc[n]);
+  };
   if constexpr (kHeld || is_half<E>) {
     TXL_UNROLL_GPU
-    for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
-  } else {  // steps of float32 are long as they are
-    TXL_UNROLL_GPU_TWO
-    for (int d = 0; d < kHead / kStep<E>; ++d) add_step(d);
+    for (int first = 0; first < kSteps; first += kTogether) add_steps(first);
+  } else {
+    TXL_NO_UNROLL_GPU
+    for (int first = 0; first < kSteps; first += kTogether) add_steps(first);
   }
 }
 
@@ -402,21 +449,43 @@ TXL_DEVICE uint32_t ones() {
     return bits<uint32_t>(1.0f);
 }
 
+// x += a b, where b has two registers of each part.
+template <typename E>
+TXL_DEVICE void add_parts(float (&x)[4], const Square<E>& a, const uint32_t (&b)[Square<E>::kParts][2]) {
+  if constexpr (is_half<E>) {
+    mma_half<E>(x, a.part[0].r, b[0]);
+  } else {  // as Sum<f32>, with less registers: what is small comes first
+    const Split<4> left[2] = {Split<4>(a.part[0].r), Split<4>(a.part[1].r)};
+    const Split<2> right[2] = {Split<2>(b[0]), Split<2>(b[1])};
+    float sum[4] = {};
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 2; ++n) {
+      mma_tf32(sum, left[n].low, right[n].high);
+      mma_tf32(sum, left[n].high, right[n].low);
+    }
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 2; ++n) mma_tf32(sum, left[n].high, right[n].high);
+    for (int m = 0; m < 4; ++m) x[m] += sum[m];
+  }
+}
+
 // x, y += a rows: one n8 tile of channels each.
 template <typename E>
 TXL_DEVICE void add_square(float (&x)[4], float (&y)[4], const Square<E>& a, const SquareRows<E>& rows) {
+  uint32_t left[Square<E>::kParts][2], right[Square<E>::kParts][2];
   TXL_UNROLL_GPU
-  for (int n = 0; n < Square<E>::kParts; ++n) {
-    mma<E>(x, a.part[n].r, {rows.part[n][0], rows.part[n][1]});
-    mma<E>(y, a.part[n].r, {rows.part[n][2], rows.part[n][3]});
-  }
+  for (int n = 0; n < Square<E>::kParts; ++n)
+    for (int m = 0; m < 2; ++m) left[n][m] = rows.part[n][m], right[n][m] = rows.part[n][2 + m];
+  add_parts(x, a, left);
+  add_parts(y, a, right);
 }
 
 // x += the sum of each row of a.
 template <typename E>
 TXL_DEVICE void add_sum(float (&x)[4], const Square<E>& a) {
-  TXL_UNROLL_GPU
-  for (const Fragment& part : a.part) mma<E>(x, part.r, {ones<E>(), ones<E>()});
+  uint32_t b[Square<E>::kParts][2];
+  for (auto& part : b) part[0] = part[1] = ones<E>();
+  add_parts(x, a, b);
 }
 
 // x, y are NaN for a row that sees, by sees(n8 tile, element), one of `taken`'s. A hidden pair's probability,

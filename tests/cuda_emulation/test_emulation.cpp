@@ -3,6 +3,7 @@
 // also compile with nvcc, as they use every intrinsic; those of warpgroups, TXL_TEST_WARPGROUPS, for sm_90a
 // alone.
 #include "../../csrc/cuda/copy_engine.h"
+#include "../../csrc/cuda/tiles.h"
 
 namespace txl::cuda {
 
@@ -84,8 +85,11 @@ struct Product {
       a[2] = kept;
     }
     float d[4] = {1, 1, 1, 1};
-    mma<E>(d, a, b);
-    mma<E>(d, a, b);
+    Sum<E> sum;
+    sum.begin(d);
+    sum.add(a, b);
+    sum.add(a, b);
+    sum.end(d);
     TXL_UNROLL_GPU
     for (int half = 0; half < 2; ++half) {
       float* to = p.out + (l / 4 + 8 * half) * 8 + l % 4 * 2;
@@ -500,9 +504,54 @@ struct NotTf32 {
   static TXL_DEVICE void run(const Params&) {
     const uint32_t a[4] = {0x3f800001u, 0, 0, 0}, b[2] = {};
     float d[4] = {};
-    mma_tf32x3(d, a, a, b, b);
+    mma_tf32(d, a, b);
   }
 };
+// What row 0 and column 0 of a product of tf32 come to, from `start` on: its eight terms are `terms`.
+struct OneSum {
+  struct Params {
+    float start, terms[8], *out;
+  };
+  static constexpr int kThreads = 32;
+
+  static TXL_DEVICE void run(const Params& p) {
+    uint32_t a[4] = {}, b[2] = {};
+    float d[4] = {p.start, 0, 0, 0};
+    if (lane() < 4) {
+      a[0] = bits<uint32_t>(p.terms[lane()]), a[2] = bits<uint32_t>(p.terms[lane() + 4]);
+      b[0] = b[1] = bits<uint32_t>(1.0f);
+    }
+    mma_tf32(d, a, b);
+    if (lane() == 0) store_global(p.out, d[0]);
+  }
+};
+static void product_cut_off() {
+  const auto sum = [](float start, std::initializer_list<float> terms) {
+    std::vector<float> out(1);
+    OneSum::Params p{start, {}, out.data()};
+    std::copy(terms.begin(), terms.end(), p.terms);
+    emulation::global_memory.clear();
+    writable("out", out);
+    launch<OneSum>(1, 0, p, nullptr);
+    return out[0];
+  };
+  constexpr float kNext = 0x1.000002p0f, kBefore = 0x1.fffffep-1f, kInfinity = INFINITY;
+  const auto requires_sum = [](float found, float expected) { require(found == expected, "not cut off so"); };
+  requires_sum(sum(1, {0x1.8p-24f}), 1);  // not to the nearest
+  requires_sum(sum(-1, {-0x1.8p-24f}), -1);
+  requires_sum(sum(1, {-0x1p-24f}), kBefore);
+  requires_sum(sum(1, {0x1p-24f, 0x1p-24f}), kNext);  // there is a bit more while it is added up,
+  requires_sum(sum(1, {0x1p-25f, 0x1p-25f, 0x1p-25f, 0x1p-25f}), 1);  // but not two,
+  requires_sum(sum(1, {-0x1p-25f}), 1);
+  requires_sum(sum(1, {0x1p-24f, 0, 0, 0, 0x1p-24f}), 1);  // and not from four to the next four
+  requires_sum(sum(0x1p-24f, {1, 0x1p-24f}), kNext);       // the sum so far is one of them
+  requires_sum(sum(0x1p100f, {0x1p76f, 0x1p76f}), 0x1p100f * kNext);
+  requires_sum(sum(0, {0x1p-90f, -0x1p-100f}), 0x1p-90f - 0x1p-100f);
+  requires_sum(sum(0, {kInfinity, 1}), kInfinity);
+  requires_sum(sum(0x1.fffffep127f, {0x1.ffcp127f}), kInfinity);
+  require(std::isnan(sum(0, {NAN, 1})) && std::isnan(sum(-kInfinity, {kInfinity})), "NaN");
+}
+
 static void product_not_tf32() { launch<NotTf32>(1, 0, {}, nullptr); }
 
 static void shuffles() {
@@ -715,6 +764,11 @@ static void conversions() {
     // To the nearest of 10 explicit bits, away from zero from halfway on; below the normal numbers, by bits.
     const bool normal = std::isfinite(v) && std::fabs(v) >= 0x1p-120f && std::fabs(v) < 0x1p126f;
     if (normal) require(high == std::round(v / step) * step, "to tf32");
+    const Split<1> split({bits<uint32_t>(v)});
+    require(split.high[0] == tf32(v), "the high part");
+    if (!normal || std::fabs(v) < 0x1p-90f) continue;
+    const float low = emulation::float_of(split.low[0]);
+    require((split.low[0] & 0x1fff) == 0 && std::fabs(v - high - low) <= step * 0x1p-12f, "the low part");
   }
   require(std::isnan(emulation::float_of(tf32(NAN))) && tf32(INFINITY) == 0x7f800000u, "tf32, not finite");
   require(pack<bf16>(1, -2) == 0xc0003f80u && pack<f16>(1, -2) == 0xc0003c00u, "pack");
@@ -862,7 +916,7 @@ static void timing() {
       float d[4] = {};
       for (int i = 0; i < kCount / 50; ++i) {
         load_matrix_x4(a, shared_base() + 16 * lane());
-        mma<bf16>(d, a, b);
+        mma_half<bf16>(d, a, b);
       }
     });
     best_product = std::min(best_product, Seconds(std::chrono::steady_clock::now() - start).count());
@@ -981,6 +1035,7 @@ static void run_case(const std::string& name) {
       {"product_trans_f16", product<f16, true>},
       {"product_wrong_index", product<bf16, false, Fault::wrong_index>},
       {"product_wrong_index_f32", product<f32, false, Fault::wrong_index>},
+      {"product_cut_off", product_cut_off},
       {"product_not_tf32", product_not_tf32},
       {"product_no_barrier", product<f16, false, Fault::no_barrier>},
       {"shuffles", shuffles},
