@@ -454,7 +454,7 @@ template <typename E>
 TXL_DEVICE void add_parts(float (&x)[4], const Square<E>& a, const uint32_t (&b)[Square<E>::kParts][2]) {
   if constexpr (is_half<E>) {
     mma_half<E>(x, a.part[0].r, b[0]);
-  } else {  // as Sum<f32>, with less registers: what is small comes first
+  } else {  // as Sum<f32>, in fewer registers: what is small comes first
     const Split<4> left[2] = {Split<4>(a.part[0].r), Split<4>(a.part[1].r)};
     const Split<2> right[2] = {Split<2>(b[0]), Split<2>(b[1])};
     float sum[4] = {};
