@@ -75,10 +75,6 @@ template <typename T>
 TXL_DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
-template <typename T>
-TXL_DEVICE T shuffle(T x, int source_lane) {
-  return __shfl_sync(0xffffffffu, x, source_lane);
-}
 // x, which is the same in all lanes: so the compiler knows.
 TXL_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 TXL_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
@@ -151,12 +147,6 @@ TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row_address) {
 }
 TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(row_address)
-               : "memory");
-}
-TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
                : "r"(row_address)
                : "memory");
@@ -266,22 +256,12 @@ TXL_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Starts a copy of 16, 8 or 4 bytes, both addresses multiples of the size; zeros where not valid, and the
-// global address is then not read. What was copied is there for the copying thread after wait_copies, for
-// other threads after a barrier that follows it.
+// Starts a copy of 16 bytes, both addresses multiples of 16; zeros where not valid, and the global address
+// is then not read. What was copied is there for the copying thread after wait_copies, for other threads
+// after a barrier that follows it.
 TXL_DEVICE void copy_async_16(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
                "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
-               : "memory");
-}
-TXL_DEVICE void copy_async_8(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared),
-               "l"(__cvta_generic_to_global(global)), "r"(valid ? 8 : 0)
-               : "memory");
-}
-TXL_DEVICE void copy_async_4(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared),
-               "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
                : "memory");
 }
 // The thread's copies since its last commit become one group, even if there are none.
@@ -413,6 +393,7 @@ struct alignas(16) uint4 {
 using emulation::any;
 using emulation::block_index;
 using emulation::commit_copies;
+using emulation::copy_async_16;
 using emulation::exp2_fast;
 using emulation::fence_async_proxy;
 using emulation::load_global;
@@ -420,7 +401,6 @@ using emulation::load_shared;
 using emulation::log2_fast;
 using emulation::mma_tf32;
 using emulation::shared_base;
-using emulation::shuffle;
 using emulation::shuffle_xor;
 using emulation::store_global;
 using emulation::store_shared;
@@ -439,9 +419,6 @@ TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
   emulation::load_matrix<4, true>(r, row);
 }
 TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load_matrix<2, false>(r, row); }
-TXL_DEVICE void load_matrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
-  emulation::load_matrix<2, true>(r, row);
-}
 
 template <typename E>
 TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -453,16 +430,6 @@ template <typename E, bool kTransposed, bool kAdd, int kTiles>
 TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(is_half<E>, "bf16 or f16");
   emulation::warpgroup_mma<is_bf16<E>, kTransposed, kAdd>(d, a, b);
-}
-
-inline void copy_async_16(uint32_t shared, const void* global, bool valid) {
-  emulation::copy_async<16>(shared, global, valid);
-}
-inline void copy_async_8(uint32_t shared, const void* global, bool valid) {
-  emulation::copy_async<8>(shared, global, valid);
-}
-inline void copy_async_4(uint32_t shared, const void* global, bool valid) {
-  emulation::copy_async<4>(shared, global, valid);
 }
 
 template <typename E>

@@ -239,7 +239,8 @@ struct Shadow {
 struct Copy {
   const void* global;  // null: zeros
   uint32_t offset, group;
-  int bytes;
+
+  static constexpr int bytes = 16;
 };
 
 struct Thread {
@@ -724,15 +725,15 @@ void store_global(T* p, T value) {
 
 // The bytes arrive, and are read, as late as can be: when the thread waits for their group. Until then nobody
 // may touch the destination; after it only this thread, until a barrier: to others it is a write of now.
-template <int bytes>
-void copy_async(uint32_t shared, const void* global, bool valid) {
+inline void copy_async_16(uint32_t shared, const void* global, bool valid) {
+  constexpr int bytes = Copy::bytes;
   Machine& m = *machine;
   Thread& t = m.threads[m.thread];
   if (reinterpret_cast<uintptr_t>(global) % bytes != 0)  // also where it is not read: no need to find out
     fail(m.thread, "global copy of %d bytes at %p is misaligned", bytes, global);
   if (valid) check_global(global, bytes, false, "copy");
   memset(access_shared<Access::copy, bytes>(m.thread, shared), 0xff, bytes);
-  t.copies.push_back({valid ? global : nullptr, shared - kSharedBase, t.groups, bytes});
+  t.copies.push_back({valid ? global : nullptr, shared - kSharedBase, t.groups});
 }
 
 inline void commit_copies() { ++machine->threads[machine->thread].groups; }
@@ -823,26 +824,17 @@ struct Shuffle {
 };
 
 template <typename T>
-TXL_COLLECTIVE inline T shuffle_from(const char* op, T x, int source) {
+TXL_COLLECTIVE inline T shuffle_xor(T x, int mask) {
   static_assert(sizeof(T) == 4, "float, int32_t, uint32_t");
-  Shuffle mine{0, source};
+  Shuffle mine{0, (machine->thread ^ mask) % 32};
   memcpy(&mine.value, &x, sizeof(x));
-  meet(op, &mine, [](Shuffle** lane) {
+  meet("shuffle_xor", &mine, [](Shuffle** lane) {
     uint32_t sent[32];
     for (int i = 0; i < 32; ++i) sent[i] = lane[i]->value;
     for (int i = 0; i < 32; ++i) lane[i]->value = sent[lane[i]->source];
   });
   memcpy(&x, &mine.value, sizeof(x));
   return x;
-}
-
-template <typename T>
-TXL_COLLECTIVE inline T shuffle_xor(T x, int mask) {
-  return shuffle_from("shuffle_xor", x, (machine->thread ^ mask) % 32);
-}
-template <typename T>
-TXL_COLLECTIVE inline T shuffle(T x, int source_lane) {
-  return shuffle_from("shuffle", x, source_lane & 31);
 }
 
 TXL_COLLECTIVE inline int uniform(int x) {
@@ -871,8 +863,9 @@ struct Matrices {
 // A read of a row counts as one by the lane that gave its address.
 template <int count, bool trans>
 TXL_COLLECTIVE inline void load_matrix(uint32_t* r, uint32_t row_address) {
-  constexpr const char* op = count == 4 ? (trans ? "load_matrix_x4_trans" : "load_matrix_x4")
-                                        : (trans ? "load_matrix_x2_trans" : "load_matrix_x2");
+  constexpr const char* op = count == 2 ? "load_matrix_x2"
+                             : trans    ? "load_matrix_x4_trans"
+                                        : "load_matrix_x4";
   Matrices mine{row_address, r};
   meet(op, &mine, [](Matrices** lane) {
     const int first = machine->thread / 32 * 32;

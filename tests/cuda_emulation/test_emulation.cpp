@@ -60,12 +60,7 @@ struct Product {
     const int l = lane();
     constexpr int kWord = 4 / sizeof(E);  // elements
     copy_async_16(a_shared + 16 * l, p.a + 4 * kWord * l, true);
-    if (trans) {
-      copy_async_8(b_shared + 8 * l, p.b + 2 * kWord * l, true);
-    } else {
-      copy_async_4(b_shared + 4 * l, p.b + kWord * l, true);
-      copy_async_4(b_shared + 128 + 4 * l, p.b + kWord * (32 + l), true);
-    }
+    if (l < 16) copy_async_16(b_shared + 16 * l, p.b + 4 * kWord * l, true);
     commit_copies();
     wait_copies<0>();
     if (fault != Fault::no_barrier) sync_warp();
@@ -74,7 +69,9 @@ struct Product {
     const int j = l % 8, i = l / 8;  // row j of matrix i
     if (trans) {
       load_matrix_x4_trans(a, a_shared + 32 * (j + i / 2 * 8) + 16 * (i % 2));
-      load_matrix_x2_trans(b, b_shared + 16 * (j + i % 2 * 8));
+      uint32_t b_twice[4];
+      load_matrix_x4_trans(b_twice, b_shared + 16 * (j + i % 2 * 8));
+      b[0] = b_twice[0], b[1] = b_twice[1];
     } else {
       load_matrix_x4(a, a_shared + 32 * (j + i % 2 * 8) + 16 * (i / 2));
       load_matrix_x2(b, b_shared + 32 * j + 16 * (i % 2));
@@ -111,8 +108,8 @@ struct Shuffles {
   static TXL_DEVICE void run(const Params& p) {
     const int t = thread_index();
     store_global(p.f + t, shuffle_xor(0.5f * static_cast<float>(t), 5));
-    store_global(p.i + t, shuffle(-t, 31 - lane()));
-    store_global(p.u + t, shuffle(static_cast<uint32_t>(t), 3));
+    store_global(p.i + t, shuffle_xor(-t, 31));
+    store_global(p.u + t, shuffle_xor(static_cast<uint32_t>(t), 3));
     store_global(p.any + t, (any(t == 40) ? 1u : 0u) + (any(t >= 0) ? 2u : 0u));
   }
 };
@@ -565,8 +562,8 @@ static void shuffles() {
   launch<Shuffles>(1, Shuffles::kShared, {f.data(), i.data(), u.data(), any.data()}, nullptr);
   for (int t = 0; t < 64; ++t) {
     require(f[t] == 0.5f * static_cast<float>(t ^ 5), "shuffle_xor of float");
-    require(i[t] == -(t / 32 * 32 + 31 - t % 32), "shuffle of int32_t");
-    require(u[t] == static_cast<uint32_t>(t / 32 * 32 + 3), "shuffle of uint32_t");
+    require(i[t] == -(t ^ 31), "shuffle_xor of int32_t");
+    require(u[t] == static_cast<uint32_t>(t ^ 3), "shuffle_xor of uint32_t");
     require(any[t] == (t < 32 ? 2u : 3u), "any");
   }
 }
@@ -952,7 +949,7 @@ static void global_faults(const std::string& which) {
     });
   if (which == "copy_misaligned")
     line(512, [x] {
-      copy_async_8(shared_base() + 16 * lane(), x + lane(), false);
+      copy_async_16(shared_base() + 16 * lane(), x + 2 * lane(), false);
       commit_copies();
       wait_copies<0>();
     });
@@ -983,29 +980,28 @@ static void shared_faults(const std::string& which) {
       uint32_t r[4];
       load_matrix_x4(r, address + 16 * lane());
     });
+  alignas(16) static const float x[128] = {};
   if (which == "copy_out_of_bounds") {
-    static const float x[32] = {};
     emulation::global_memory.add_readable("x", x, sizeof(x));
-    line(120, [=] {
-      copy_async_4(address + 4 * lane(), x + lane(), true);
+    line(480, [=] {
+      copy_async_16(address + 16 * lane(), x + 4 * lane(), true);
       commit_copies();
       wait_copies<0>();
     });
   }
   if (which == "write_to_pending") {
-    static const float x[32] = {};
     emulation::global_memory.add_readable("x", x, sizeof(x));
-    line(128, [=] {
-      copy_async_4(address + 4 * lane(), x + lane(), true);
+    line(512, [=] {
+      copy_async_16(address + 16 * lane(), x + 4 * lane(), true);
       commit_copies();
-      store_shared(address + 4 * lane(), 1.0f);
+      store_shared(address + 16 * lane(), 1.0f);
     });
   }
   if (which == "too_much") line(228 * 1024, [] {});
 }
 
 static void collective_faults(const std::string& which) {
-  if (which == "two_collectives") line(0, [] { lane() == 7 ? any(true) : (shuffle(1.0f, 0), true); });
+  if (which == "two_collectives") line(0, [] { lane() == 7 ? any(true) : (shuffle_xor(1.0f, 1), true); });
   if (which == "collective_and_end")
     line(0, [] {
       if (lane() != 7) any(true);
