@@ -94,8 +94,9 @@ def test_clamp(backend):
 @linux
 @each_on_cpu
 def test_long_sequence(backend):
-    """One head, 8,192 keys: scores would take 256 MiB; what is needed grows with the length alone."""
-    assert extra(backend.name, dict(B=1, H=1, L=8192, K=8192, D=32)) < 40 * MB
+    """One head, 8,192 keys: scores would take 256 MiB; what is needed grows with the length alone. (Most
+    by AMX's tiles: three bfloat16 for a number.)"""
+    assert extra(backend.name, dict(B=1, H=1, L=8192, K=8192, D=32)) < 48 * MB
 
 
 @pytest.mark.parametrize("L", [1, 8])
