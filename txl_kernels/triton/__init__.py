@@ -203,11 +203,11 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
     split_keys = triton.cdiv(triton.cdiv(K, gpu.key_splits(inputs)), gpu.SPLIT_KEYS) * gpu.SPLIT_KEYS
     splits = triton.cdiv(K, split_keys)
-    part, part_softmax = out, lse
+    part, part_lse = out, lse
     if splits > 1:
         part = torch.empty(splits * B, H, L, D, dtype=torch.float32, device=q.device)
-        # The largest score and the total of each, which are merged.
-        part_softmax = torch.empty(2, splits * B, H, L, dtype=torch.float32, device=q.device)
+        # Of each the largest score and the total, which are merged.
+        part_lse = torch.empty(2, splits * B, H, L, dtype=torch.float32, device=q.device)
 
     with gpu.current(q.device):
         _launch(
@@ -219,7 +219,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
             *(compact(x) for x in (bias_u, bias_v, key_range)),
             dropout_seed,
             _view(part),
-            part_softmax,
+            part_lse,
             *p,
             splits,
             split_keys,
@@ -230,7 +230,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         if splits > 1:
             merge_kernel[(B * H * L,)](
                 _view(part),
-                part_softmax,
+                part_lse,
                 _view(out),
                 lse,
                 B,

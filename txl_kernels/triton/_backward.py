@@ -35,6 +35,7 @@ from txl_kernels.triton.tiles import (
     product,
     queries_of_rows,
     query_tiles,
+    sees,
     skew,
     store_rows,
     tile_of,
@@ -180,7 +181,7 @@ def dq_kernel(
     for t in tl.range(0, edges, num_stages=1):
         j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
         j = j0 + x
-        seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None])
+        seen = sees(lo_i, hi_i, j[None, :])
         c = band(p, i0 + BM - 1, j0)
         tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
         tile_1 = product(q_v_tile, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
@@ -249,7 +250,7 @@ def _add_queries(
     if EDGE:
         lo_i, hi_i = keys_of_query(p, lo, hi, i)
         j = j0 + tl.arange(0, BN)
-        seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None]) & exist[:, None]
+        seen = sees(lo_i, hi_i, j[None, :]) & exist[:, None]
     lse_i = _load_lse(lse, p, b, h, i)
     delta_i = _load_delta(delta, p, b, h, i)
     dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, not EDGE)
@@ -295,28 +296,28 @@ def dk_dv_kernel(
     if DROPOUT:
         seed = tl.load(seed)
 
-    begin, far_last, near, far_first, edge, end = query_tiles(p, lo, hi, j0, BM, BN, CLAMP)
+    begin, all_lo, near_0, near_1, all_hi, end = query_tiles(p, lo, hi, j0, BM, BN, CLAMP)
     if CLAMP:
         r_rows = at(r, b, h)
         r_first = load_row(r_rows, r.row, 0, D, BD)
         r_last = load_row(r_rows, r.row, p.N - 1, D, BD)
-        tiles = (near - far_last) // BM
-        for t in range(0, tiles + (edge - far_first) // BM):
-            i0 = tile_of(t, far_last, near, far_first, edge, edge, edge, edge, BM)
+        tiles = (near_0 - all_lo) // BM
+        for t in range(0, tiles + (all_hi - near_1) // BM):
+            i0 = tile_of(t, all_lo, near_0, near_1, all_hi, all_hi, all_hi, all_hi, BM)
             r_end = tl.where(t < tiles, r_last, r_first)
             dk_tile, dv_tile = _add_queries(
                 dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
                 q_u, q_v, r, seed, lse, dout, delta, b, h, p,
                 "far", NEGATIVE, DROPOUT, D, BD, BM, BN,
             )  # fmt: skip
-    for i0 in range(near, far_first, BM):
+    for i0 in range(near_0, near_1, BM):
         dk_tile, dv_tile = _add_queries(
             dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
             q_u, q_v, r, seed, lse, dout, delta, b, h, p,
             "near", NEGATIVE, DROPOUT, D, BD, BM, BN,
         )  # fmt: skip
-    for t in tl.range(0, tl.cdiv(far_last - begin, BM) + tl.cdiv(end - edge, BM), num_stages=1):
-        i0 = tile_of(t, begin, far_last, edge, end, end, end, end, BM)
+    for t in tl.range(0, tl.cdiv(all_lo - begin, BM) + tl.cdiv(end - all_hi, BM), num_stages=1):
+        i0 = tile_of(t, begin, all_lo, all_hi, end, end, end, end, BM)
         dk_tile, dv_tile = _add_queries(
             dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
             q_u, q_v, r, seed, lse, dout, delta, b, h, p,
@@ -360,7 +361,7 @@ def _add_queries_by_row(
     if EDGE:
         lo_i, hi_i = keys_of_query(p, lo, hi, i)
         j = j0 + y[:, None] + x[None, :]
-        seen = (j >= lo_i[:, None]) & (j < hi_i[:, None]) & exist[:, None]
+        seen = sees(lo_i, hi_i, j) & exist[:, None]
     lse_i = _load_lse(lse, p, b, h, i)
     delta_i = _load_delta(delta, p, b, h, i)
     _, ds = _gradient(
@@ -398,14 +399,14 @@ def dr_kernel(
     for entry in range(0, tl.minimum(entries, p.B - split * entries)):
         b = split * entries + entry
         lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
-        begin, near, edge, end = queries_of_rows(p, lo, hi, c0, BM, BN)
-        for i0 in range(near, edge, BM):
+        begin, all_lo, all_hi, end = queries_of_rows(p, lo, hi, c0, BM, BN)
+        for i0 in range(all_lo, all_hi, BM):
             dr_tile = _add_queries_by_row(
                 dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
                 False, NEGATIVE, DROPOUT, D, BD, BM, BN,
             )  # fmt: skip
-        for t in tl.range(0, tl.cdiv(near - begin, BM) + tl.cdiv(end - edge, BM), num_stages=1):
-            i0 = tile_of(t, begin, near, edge, end, end, end, end, BM)
+        for t in tl.range(0, tl.cdiv(all_lo - begin, BM) + tl.cdiv(end - all_hi, BM), num_stages=1):
+            i0 = tile_of(t, begin, all_lo, all_hi, end, end, end, end, BM)
             dr_tile = _add_queries_by_row(
                 dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
                 True, NEGATIVE, DROPOUT, D, BD, BM, BN,

@@ -22,6 +22,7 @@ from txl_kernels.triton.tiles import (
     load_row,
     load_rows,
     product,
+    sees,
     skew,
     store_rows,
     tile_of,
@@ -143,7 +144,7 @@ def forward_kernel(
     for t in tl.range(0, edges, num_stages=1):
         j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
         j = j0 + x
-        seen = (j[None, :] >= lo_i[:, None]) & (j[None, :] < hi_i[:, None])
+        seen = sees(lo_i, hi_i, j[None, :])
         k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
         c = band(p, i0 + BM - 1, j0)
         tile_0 = product(q_v, load_r(p, r_rows, r.row, c, D, BD, BN))
@@ -154,12 +155,12 @@ def forward_kernel(
             largest, total, acc, score, v_tile, seen, p, seed, b, h, i, j0, BN, True, NEGATIVE, DROPOUT
         )
 
-    sees = lo_i < hi_i
-    weight = p.dropout_scale / tl.where(sees, total, 1.0)
+    any_seen = lo_i < hi_i
+    weight = p.dropout_scale / tl.where(any_seen, total, 1.0)
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
     row = (entry.to(tl.int64) * p.H + h) * p.L + i
-    lse_i = tl.where(sees, largest * LN_2 + tl.log(tl.where(sees, total, 1.0)), float("-inf"))
+    lse_i = tl.where(any_seen, largest * LN_2 + tl.log(tl.where(any_seen, total, 1.0)), float("-inf"))
     tl.store(lse + row, tl.where(splits > 1, largest, lse_i), mask=i < p.L)
     tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
 

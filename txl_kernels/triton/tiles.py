@@ -101,6 +101,12 @@ def keys_of_query(p, lo, hi, i):
     return tl.maximum(lo, at_key - p.window_left), tl.minimum(hi, at_key + p.window_right + 1)
 
 
+@triton.jit
+def sees(lo_i, hi_i, j):
+    """Whether query i[y] sees key j of [BM, BN] or [1, BN]."""
+    return (j >= lo_i[:, None]) & (j < hi_i[:, None])
+
+
 # ---- Which tiles of keys a block of queries needs, and how -------------------------------------------------
 #
 # far   every pair is seen, and every one of them uses the first row of r (or every one the last): one product
@@ -121,8 +127,9 @@ def ceil_to(x, BN: tl.constexpr):
 
 @triton.jit
 def key_tiles(p, lo, hi, i0, BM: tl.constexpr, BN: tl.constexpr, CLAMP: tl.constexpr):
-    """Eight bounds that cut the keys into edge, far (first row of r), edge, near, edge, far (last row), edge
-    tiles, for the queries from i0 on. All but the last bound are multiples of BN or equal to it.
+    """Eight bounds that cut the keys into edge, far (far_0 to far_1: first row of r), edge, near, edge, far
+    (far_2 to far_3: last row), edge tiles, for the queries from i0 on. All but the last bound are multiples
+    of BN or equal to it.
 
     CLAMP: whether any pair of the call is clamped; else nothing is far.
     """
@@ -133,22 +140,23 @@ def key_tiles(p, lo, hi, i0, BM: tl.constexpr, BN: tl.constexpr, CLAMP: tl.const
     end = tl.maximum(begin, end)
     all_lo = tl.minimum(tl.maximum(ceil_to(all_lo, BN), begin), end)
     all_hi = tl.minimum(floor_to(all_hi, BN), end)
+    far_0 = all_lo
     if CLAMP:
         # Key 0's rows of r: the highest is that of the block's first query, the lowest that of its last.
         high = band(p, i0, 0)
         low = band(p, i0 + BM - 1, 0)
-        far_0 = tl.maximum(all_lo, tl.minimum(floor_to(-high, BN), all_hi))
-        near_0 = tl.minimum(tl.maximum(far_0, ceil_to(-low, BN)), end)
+        far_1 = tl.maximum(far_0, tl.minimum(floor_to(-high, BN), all_hi))
+        near_0 = tl.minimum(tl.maximum(far_1, ceil_to(-low, BN)), end)
         near_1 = tl.maximum(near_0, tl.minimum(floor_to(p.N - high, BN), all_hi))
-        far_1 = tl.minimum(tl.maximum(near_1, ceil_to(p.N - low, BN)), end)
-        far_2 = tl.maximum(far_1, all_hi)
+        far_2 = tl.minimum(tl.maximum(near_1, ceil_to(p.N - low, BN)), end)
+        far_3 = tl.maximum(far_2, all_hi)
     else:
-        far_0 = all_lo
-        near_0 = all_lo
-        near_1 = tl.maximum(all_lo, all_hi)
-        far_1 = near_1
+        far_1 = far_0
+        near_0 = far_0
+        near_1 = tl.maximum(near_0, all_hi)
         far_2 = near_1
-    return begin, all_lo, far_0, near_0, near_1, far_1, far_2, end
+        far_3 = near_1
+    return begin, far_0, far_1, near_0, near_1, far_2, far_3, end
 
 
 @triton.jit
@@ -178,7 +186,8 @@ def query_tiles(p, lo, hi, j0, BM: tl.constexpr, BN: tl.constexpr, CLAMP: tl.con
 
 @triton.jit
 def queries_of_rows(p, lo, hi, c0, BM: tl.constexpr, BN: tl.constexpr):
-    """Four bounds that cut the queries into edge, near, edge tiles, for the rows of r from c0 on."""
+    """Four bounds that cut the queries into edge, near, edge tiles, for the rows of r from c0 on. Between
+    all_lo and all_hi every pair is seen."""
     d_max = p.r_zero - c0
     d_min = p.r_zero - (tl.minimum(c0 + BN, p.N) - 1)
     origin = position(p, 0)
