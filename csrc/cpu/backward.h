@@ -132,9 +132,9 @@ class BackwardKernel {
         row_pitch_(C::parts * columns_),
         keys_(round_up(p_.K, kWidth)),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
-        band_(p_, kBlockRows),
+        band_(p_, min(p_.L, kBlockRows)),
         band_columns_(band_.panels * kWidth),
-        batch_shares_(min(p_.B, (kTasks + p_.H - 1) / p_.H)),
+        batch_shares_(batch_shares()),
         shares_(query_shares()),
         together_(shares_ == 1 || p_.H * batch_shares_ >= kTasksPerThread * pool_.threads) {}
 
@@ -182,11 +182,18 @@ class BackwardKernel {
 
  private:
   static constexpr int64_t kTasks = 32, kTasksPerThread = 4, kShareBytes = 16 << 20, kReduceRows = 256;
+  static constexpr int64_t kTaskPairs = 1 << 14;  // of a query and a key: few would not be worth packing r
+
+  // Into how many tasks the batch entries of one head are split.
+  int64_t batch_shares() const {
+    return max(1, min(min(p_.B, (kTasks + p_.H - 1) / p_.H), p_.B * p_.L * p_.K / kTaskPairs));
+  }
 
   // Into how many shares the queries of one batch entry are split, each with sums of its own. It depends on
   // the shapes alone, and so does every sum: how many threads there are decides only whether one task takes
   // all shares (which packs the keys once, and needs the memory of two shares per thread) or each its own.
   int64_t query_shares() const {
+    if (batch_shares_ < p_.B) return 1;  // enough tasks, or too little work for more
     const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements();
     const int64_t wanted = min((kTasks + p_.H * batch_shares_ - 1) / (p_.H * batch_shares_), blocks_);
     return max(1, min(wanted, kShareBytes / pair_bytes));
@@ -355,15 +362,15 @@ class BackwardKernel {
   Rows<C, kBlockRows> operand(Elem* memory) const { return {memory, columns_}; }
 
   bool run_block(int64_t head, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
-    zero(s.dq_content, kBlockRows * columns_);
-    zero(s.dq_position, kBlockRows * columns_);
+    zero(s.dq_content, block.rows * columns_);
+    zero(s.dq_position, block.rows * columns_);
     if (!block.keys.empty()) {
       pack_block(block, b, head, s, poison);
       const T sum = horizontal_sum<T>(poison);
       const bool poisoned = !(sum == sum);
       if (poisoned && C::per_elem > 1) return false;
       zero(s.far_sum, 2 * kBlockRows);
-      zero(s.slope, kBlockRows * kSlopePitch);
+      zero(s.slope, block.rows * kSlopePitch);
       Window window(s.band);
       window.begin(block, band_, s.far[0], s.far[1], operand(s.qv).along, operand(s.qv).lda, depth_);
       Slope slope;

@@ -22,11 +22,12 @@ struct BandColumns {
   int64_t first, panels;
   Range used;  // the columns of distances that some query sees
 
-  BandColumns(const Problem& p, int block_rows) {
+  // For blocks of at most so many rows.
+  BandColumns(const Problem& p, int64_t block_rows) {
     used = {p.r_zero - p.left, p.r_zero + p.right + 1};
-    const int64_t slack = kWidth + 2 * block_rows;  // invisible corners of tiles that hold something visible
-    first = max(used.lo, 0) - slack;
-    const int64_t last = min(used.hi, p.N) - 1 + slack;
+    const int64_t slack = kWidth + block_rows;  // invisible corners of tiles that hold something visible
+    first = max(max(used.lo, 0) - slack, p.band(p.L - 1, 0));
+    const int64_t last = min(min(used.hi, p.N) - 1 + slack, p.band(0, round_up(p.K, kWidth) - 1));
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
 

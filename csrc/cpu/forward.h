@@ -76,7 +76,7 @@ class ForwardKernel {
         block_rows_(rows_of_block(p_, pool.threads)),
         blocks_((p_.L + block_rows_ - 1) / block_rows_),
         piecemeal_(blocks_ == 1),
-        band_(p_, kBlockRows) {}
+        band_(p_, block_rows_) {}
 
   void run() {
     const auto unit_arrays = [&](Unit& u, auto visit) {
