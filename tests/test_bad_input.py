@@ -81,6 +81,11 @@ KINDS = [
     (dict(bias_u=0.0), TypeError, ["bias_u:", "float", "tensor or None"]),
     (dict(bias_v=[0.0]), TypeError, ["bias_v:", "list", "tensor or None"]),
     (dict(key_range=(0, 7)), TypeError, ["key_range:", "tuple", "tensor or None"]),
+    (dict(q=tensor(B, H, L, D).to_sparse()), TypeError, ["q:", "torch.sparse_coo", "dense"]),
+    (dict(k=tensor(B, H, K, D).to_sparse()), TypeError, ["k:", "torch.sparse_coo", "dense"]),
+    (dict(v=tensor(B, H, K, D).to_mkldnn()), TypeError, ["v:", "torch._mkldnn", "dense"]),
+    (dict(bias_u=tensor(H, D).to_sparse()), TypeError, ["bias_u:", "torch.sparse_coo", "dense"]),
+    (dict(key_range=tensor(B, 2, dtype=torch.int32).to_sparse()), TypeError, ["key_range:", "dense"]),
 ]
 
 DEVICES = [
@@ -102,6 +107,8 @@ DEVICES = [
 ]
 
 OPTIONS = [
+    (dict(return_lse=1), TypeError, ["return_lse:", "1", "True or False"]),
+    (dict(return_lse=None), TypeError, ["return_lse:", "None", "True or False"]),
     (dict(causal=1), TypeError, ["causal:", "1", "True or False"]),
     (dict(causal=None), TypeError, ["causal:", "None", "True or False"]),
     (dict(window_size=5), TypeError, ["window_size:", "5", "(left, right)"]),

@@ -196,6 +196,33 @@ def test_nan_in_r_reaches_the_rows_that_use_it_alone(backend, dtype, mask, N):
         assert_untouched(got["out"][0, 1, ~hit], clean["out"][0, 1, ~hit], dtype)
 
 
+@pytest.mark.parametrize("r_zero", [0, -1000])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_nan_in_the_only_row_of_r_leaves_queries_without_keys_alone(backend, dtype, r_zero):
+    """At r_zero = -1000 every pair is clamped, and by far."""
+    L, K = 100, 140
+    ranges = key_range((45, K), device=backend.device)  # the first five queries see nothing
+    tensors = inputs(B=1, H=1, L=L, K=K, D=8, N=1, dtype=dtype, device=backend.device)
+    tensors["r"] = torch.full_like(tensors["r"], math.nan)
+    got = run(backend, tensors, torch.ones_like(tensors["q"]), r_zero=r_zero, key_range=ranges)
+    for x in (got["out"], got["dq"]):
+        assert (x[0, 0, :5] == 0).all()
+        assert x[0, 0, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("L", [1, 70])
+@pytest.mark.parametrize(
+    "backend, dtype", [p for p in each_dtype(exact=True) if p.values[0].name in ("cpu", "reference")]
+)
+def test_queries_whose_scores_are_all_minus_infinity_get_nan(backend, dtype, L):
+    """They see keys, but no softmax of theirs exists: no zeros, as for queries that see none."""
+    tensors = inputs(B=1, H=1, L=L, K=90, D=4, N=1, dtype=dtype, device=backend.device)
+    tensors["r"][0, 0, 0] = math.inf
+    got = run(backend, tensors, torch.ones_like(tensors["q"]))
+    for name in ("out", "lse", "dq"):
+        assert got[name].isnan().all(), name
+
+
 @pytest.mark.parametrize("name", ["bias_u", "bias_v"])
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_nan_in_a_bias_stays_in_its_head(backend, dtype, name):

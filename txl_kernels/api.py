@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Literal, overload
 
 import torch
@@ -68,6 +69,27 @@ def rel_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def rel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None = None,
+    bias_v: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    r_zero: int | None = None,
+    key_range: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def rel_attention(
     q: Tensor,
     k: Tensor,
@@ -113,9 +135,12 @@ def rel_attention(
 
     A query that may see no key gives out = 0 and lse = -inf, and passes no gradient.
 
+    NaN and infinity in q, k, v, r and the biases reach the queries that see them, and no others.
+
     Gradients flow to q, k, v, r, bias_u and bias_v; they cannot be differentiated again, and there is no
-    forward mode (backend "reference" has both). torch.vmap makes a call of every entry. Under autocast the
-    tensors are cast to its dtype first, float64 excepted. B = 0, H = 0 or L = 0 give empty results.
+    forward mode and no torch.func.grad (backend "reference" has all three). torch.vmap makes a call of every
+    entry. Under autocast the tensors are cast to its dtype first, float64 excepted. B = 0, H = 0 or L = 0
+    give empty results.
 
     Args:
         q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on
@@ -152,9 +177,12 @@ def rel_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
+        _check_layout(name, tensor)
     for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
         if optional is not None and not isinstance(optional, Tensor):
             raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
+        if optional is not None:
+            _check_layout(name, optional)
 
     device, given = q.device, q.dtype
     if reference.has_autocast(device) and torch.is_autocast_enabled(device.type):
@@ -165,6 +193,8 @@ def rel_attention(
 
     _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend, given)
     window_left, window_right = _check_options(causal, window_size, r_zero, scale, dropout_p)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: got {_kind(return_lse)}, needs True or False")
     _check_seed(dropout_seed, device)
 
     L, D, N = q.shape[2], q.shape[3], r.shape[1]
@@ -226,6 +256,12 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
+def _check_layout(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        raise TypeError(f"{name}: got {kind}, needs a dense one")
+
+
 def _check_tensors(
     q: Tensor,
     k: Tensor,
@@ -240,7 +276,8 @@ def _check_tensors(
     """given: q's dtype before autocast."""
     if backend is not None and backend not in registry.NAMES:
         raise ValueError(
-            f"backend: got {backend!r}, needs None or one of {', '.join(map(repr, registry.NAMES))}"
+            f"backend: got {reprlib.repr(backend)}, "
+            f"needs None or one of {', '.join(map(repr, registry.NAMES))}"
         )
 
     q_shape, k_shape, r_shape = q.shape, k.shape, r.shape
@@ -304,10 +341,10 @@ def _check_options(
     if not isinstance(causal, bool):
         raise TypeError(f"causal: got {_kind(causal)}, needs True or False")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size: got {window_size!r}, needs two ints, (left, right)")
+        raise TypeError(f"window_size: got {reprlib.repr(window_size)}, needs two ints, (left, right)")
     left, right = window_size
     if not isinstance(left, _INT) or not isinstance(right, _INT):
-        raise TypeError(f"window_size: got {window_size!r}, needs two ints, (left, right)")
+        raise TypeError(f"window_size: got {reprlib.repr(window_size)}, needs two ints, (left, right)")
     if not (-1 <= left < _MAX_OFFSET and -1 <= right < _MAX_OFFSET):
         raise ValueError(
             f"window_size: got {window_size!r}, needs numbers from 0 to 2**62, or -1 for no limit"
@@ -353,7 +390,7 @@ _NUMBER = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _kind(x: object) -> str:
-    return f"{x!r} of type {type(x).__name__}"
+    return f"{reprlib.repr(x)} of type {type(x).__name__}"
 
 
 def _shape(x: Tensor) -> str:

@@ -25,8 +25,14 @@ def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _loaded
     reason = None if _loaded else load_library(_LIBRARY, "C++", _OPS, _MEND)
-    _loaded = reason is None
-    return reason
+    if reason is not None:
+        return reason
+    _loaded = True
+    try:
+        torch.ops.txl_kernels.cpu_level()
+    except RuntimeError as error:  # TXL_CPU_LEVEL asks for one that is not there
+        return str(error)
+    return None
 
 
 def takes(x: Tensor) -> bool:

@@ -140,7 +140,8 @@ def reference(
         throughout, which shows what that dtype alone costs.
 
     A query that sees a NaN or an infinity in k, r or v gets NaN (v: in that column); no other query does.
-    Kernels may take a score that comes out as -inf, as a key of infinity can make it, for a weight of 0.
+    Kernels may take a score that comes out as -inf, as a key of infinity can make it, for a weight of 0; if
+    all that a query sees are such, it gets NaN.
     """
     dtype, device = q.dtype, q.device
     (B, H, L, D), K, N = q.shape, k.shape[2], r.shape[1]

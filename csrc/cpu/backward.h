@@ -306,6 +306,11 @@ class BackwardKernel {
       const S* row = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
       pack_far<C>(row, p_.D, s.far[side]);
       for (int64_t d = 0; d < columns_; ++d) s.r_far[side * columns_ + d] = d < p_.D ? to_float(row[d]) : T{};
+      if (!uses_far(side)) continue;
+      for (int64_t d = 0; d < columns_; d += kLanes<T>) {
+        const Vec<T> x = load(s.r_far + side * columns_ + d);
+        poison += x - x;
+      }
     }
   }
 
@@ -485,10 +490,13 @@ class BackwardKernel {
     slope.written = kept;
   }
 
+  // Whether some distance that a query may see is clamped to the first row of r, or to the last.
+  bool uses_far(int side) const { return side ? band_.used.hi >= p_.N : band_.used.lo <= 0; }
+
   // Far tiles use one row of r for all their keys: their gradient is a row sum.
   void add_far(const Block& block, Scratch& s) const {
     for (int side = 0; side < 2; ++side) {
-      if (side ? band_.used.hi < p_.N : band_.used.lo > 0) continue;  // nobody sees its row of r
+      if (!uses_far(side)) continue;
       for (int m = 0; m < block.rows; ++m) {
         const Vec<T> sum = splat(s.far_sum[side * kBlockRows + m]);
         for (int64_t d = 0; d < columns_; d += kLanes<T>) {

@@ -24,9 +24,10 @@ struct BandColumns {
 
   // For blocks of at most so many rows.
   BandColumns(const Problem& p, int64_t block_rows) {
-    used = {p.r_zero - p.left, p.r_zero + p.right + 1};
+    const Range reached = {p.band(p.L - 1, 0), p.band(0, p.K - 1) + 1};
+    used = {max(p.r_zero - p.left, reached.lo), min(p.r_zero + p.right + 1, reached.hi)};
     const int64_t slack = kWidth + block_rows;  // invisible corners of tiles that hold something visible
-    first = max(max(used.lo, 0) - slack, p.band(p.L - 1, 0));
+    first = max(max(used.lo, 0) - slack, reached.lo);
     const int64_t last = min(min(used.hi, p.N) - 1 + slack, p.band(0, round_up(p.K, kWidth) - 1));
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }

@@ -119,10 +119,12 @@ static Range band_tiles(const Block& block, int64_t lo, int64_t hi) {
   return tiles;
 }
 
-// One row of the result from its running softmax: o unnormalised, m what scores are relative to, l the sum.
+// One row of the result from its running softmax: o unnormalised, m what scores are relative to, l the sum: 0
+// if the query sees no key, or if all of its scores are -inf, which have no softmax.
 template <typename T, class S>
 static void write_row(const Problem& p, const Forward& t, int64_t b, int64_t h, int64_t i, const T* o, T m,
                       T l) {
+  if (l == 0 && !p.keys_of_query(p.keys_of_batch(b), i).empty()) l = static_cast<T>(NAN);
   const T factor = l == 0 ? T{} : static_cast<T>(1 / (1 - p.dropout_p)) / l;
   S* out = t.out.at<S>(b, h, i);
   for (int64_t d = 0; d < p.D; ++d) store_as(out + d, l == 0 ? T{} : o[d] * factor);
