@@ -72,13 +72,21 @@ class Result:
 # ---- Can it run ----------------------------------------------------------------------------------
 
 
+def too_much(needs: int, device: str) -> str | None:
+    """Why not even to ask for so many bytes, or None."""
+    free = measure.free_memory(device)
+    if needs <= 0.9 * free:
+        return None
+    return f"about {needs / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+
+
 def refusal(
     way: Way, problem: Problem, which: str, gemm_rate: float, memory_rate: float, patience: float
 ) -> str | None:
     """Why not even to try, or None. The time is what the machine's product and memory take at least."""
-    needs, free = way.needs(problem, which), measure.free_memory(problem.device)
-    if needs > 0.9 * free:
-        return f"does not fit: needs about {needs / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    needs = way.needs(problem, which)
+    if reason := too_much(needs, problem.device):
+        return f"does not fit: needs {reason}"
     seconds = way.work(problem, which) / gemm_rate + needs / memory_rate
     if seconds > patience:
         return f"skipped: about {seconds:.0f} s a call, allowed is --budget {patience:g} s"
@@ -338,7 +346,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--qlen", type=whole, help="queries, at most klen (half of klen; decode: 1)")
     parser.add_argument("--batch", type=whole, help=f"({_default('batch')})")
     parser.add_argument("--heads", type=whole, help=f"({_default('heads')})")
-    parser.add_argument("--d-head", type=whole, help=f"numbers per head ({_default('d_head')})")
+    parser.add_argument("--d-head", type=cli.head_dim, help=f"numbers per head ({_default('d_head')})")
     parser.add_argument("--dtype", choices=DTYPES, help=f"({_default('dtype')})")
     parser.add_argument("--clamp-len", type=whole, help="the last distance with a row of r to itself (none)")
     parser.add_argument(
@@ -373,7 +381,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="these klen in turn (klen/16 ... klen if none is given)",
     )
     parser.add_argument(
-        "--plot", type=cli.new_file, metavar="PATH", help="write time and memory against klen as a PNG"
+        "--plot",
+        type=cli.new_plot,
+        metavar="PATH",
+        help="write time and memory against klen as a PNG, PDF or SVG, by the suffix",
     )
     cli.add_options(parser, repeat=7, budget=4.0)
     args = cli.parse(parser, argv)
@@ -401,6 +412,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             import matplotlib  # noqa: F401
         except ImportError as error:
             parser.error(f"--plot: {error}; pip install -e '.[bench]'")
+    for problem in problems(args):
+        for which in PASSES[args.which]:
+            if reason := too_much(measure.input_bytes(problem, which), problem.device):
+                what = "the inputs and their gradients" if which in (BACKWARD, TRAIN) else "the inputs"
+                parser.error(f"{problem}: {what} do not fit: they need {reason}")
     return args
 
 

@@ -19,10 +19,10 @@ import cli
 import measure
 import torch
 import torch.nn.functional as F
+from cli import tqdm
 from machine import describe
 from measure import Task
 from torch import Tensor
-from tqdm import tqdm
 
 from txl_kernels import dropout, linear
 

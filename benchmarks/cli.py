@@ -13,28 +13,51 @@ from typing import Any
 import measure
 import torch
 from measure import Task
-from tqdm import tqdm
+
+from txl_kernels.api import MAX_HEAD_DIM
+
+try:
+    from tqdm import tqdm
+except ImportError:  # parse() says so
+    tqdm = object
 
 
-def positive(number: type) -> Any:
-    """What argparse makes of a text: a number above 0."""
+def positive(number: type, most: float = math.inf) -> Any:
+    """What argparse makes of a text: a number above 0, and at most `most`."""
 
     def convert(text: str) -> Any:
         value = number(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"got {text}, needs more than 0")
+        if not 0 < value <= most:
+            need = "more than 0" if most == math.inf else f"1 to {most}"
+            raise argparse.ArgumentTypeError(f"got {text}, needs {need}")
         return value
 
     convert.__name__ = number.__name__  # argparse puts it in "invalid int value"
     return convert
 
 
+head_dim = positive(int, MAX_HEAD_DIM)  # D, numbers per head
+
+
 def new_file(text: str) -> Path:
     """A file to be written later. Refused now, and not after all the work."""
-    folder = Path(text).absolute().parent
-    if not os.access(folder, os.W_OK):
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {path}, a folder, needs the name of a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write to {folder}")
-    return Path(text)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {path}")
+    return path
+
+
+def new_plot(text: str) -> Path:
+    """A new file of a kind that matplotlib writes, which it knows by the suffix."""
+    path = new_file(text)
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"got {text}, needs a name that ends in .png, .pdf or .svg")
+    return path
 
 
 def add_options(parser: argparse.ArgumentParser, repeat: int, budget: float | None = None) -> None:
@@ -57,6 +80,8 @@ def add_options(parser: argparse.ArgumentParser, repeat: int, budget: float | No
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
+    if tqdm is object:
+        parser.error("needs tqdm: pip install -e '.[bench]'")
     if args.threads:
         torch.set_num_threads(args.threads)
     return args

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from problem import BACKWARD, DECODE, FORWARD, Problem
+from problem import BACKWARD, DECODE, FORWARD, TRAIN, Problem
 from torch import Tensor
 
 GEMM_SIZE = 2048
@@ -225,8 +225,17 @@ def calls_per_sample(task: Task) -> int:
 
 def input_sets(problem: Problem, which: str) -> list[tuple[Tensor, ...]]:
     """One set of inputs; for decode as many as it takes to exceed the caches."""
-    count = 1 + beyond_caches(problem.device) // problem.cache_bytes() if which == DECODE else 1
-    return [problem.inputs(seed) for seed in range(count)]
+    return [problem.inputs(seed) for seed in range(_number_of_sets(problem, which))]
+
+
+def input_bytes(problem: Problem, which: str) -> int:
+    """Bytes of the input sets, and of the gradients, of which there are as many."""
+    copies = 2 if which in (BACKWARD, TRAIN) else _number_of_sets(problem, which)
+    return copies * problem.input_bytes()
+
+
+def _number_of_sets(problem: Problem, which: str) -> int:
+    return 1 + beyond_caches(problem.device) // problem.cache_bytes() if which == DECODE else 1
 
 
 def beyond_caches(device: str) -> int:

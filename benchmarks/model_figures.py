@@ -121,12 +121,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     """With the options both benchmarks have."""
     it = argparse.ArgumentParser(description=description)
     whole = positive(int)
+    kinds = {"d_head": cli.head_dim}
     defaults = TransformerXLConfig.preset(PRESET)
     help_of = {f.name: f.metadata["help"] for f in fields(TransformerXLConfig)}
     for name in SIZES:
         default = getattr(defaults, name)
         it.add_argument(
-            f"--{name.replace('_', '-')}", type=whole, default=default, help=f"{help_of[name]} ({default})"
+            f"--{name.replace('_', '-')}",
+            type=kinds.get(name, whole),
+            default=default,
+            help=f"{help_of[name]} ({default})",
         )
     it.add_argument(
         "--shorten", type=whole, default=1, metavar="N", help="divide all lengths by N, for a trial (1)"

@@ -80,6 +80,11 @@ class Problem:
         per_head = 2 * self.batch * self.klen + (self.rows if position else 0)
         return per_head * self.heads * self.d_head * self.itemsize
 
+    def input_bytes(self) -> int:
+        """Bytes of the inputs."""
+        rows = self.batch * (self.qlen + 2 * self.klen) + self.rows + 2
+        return rows * self.heads * self.d_head * self.itemsize
+
     def square_bytes(self) -> int:
         """Bytes of one [B, H, L, K] tensor."""
         return self.batch * self.heads * self.qlen * self.klen * self.itemsize

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from txl_model import cli
+from txl_model import __main__ as txl
 
 
 def demonstrate(folder: Path, steps: int) -> int:
@@ -34,7 +34,8 @@ def demonstrate(folder: Path, steps: int) -> int:
     ):
         words = [str(word) for word in command]
         print("\ntxl", shlex.join(words), flush=True)
-        if status := cli.main(words):
+        sys.argv[1:] = words
+        if status := txl.main():  # which, unlike cli.main, says what to install where a package is missing
             return status
     return 0
 

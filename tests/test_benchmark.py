@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 
@@ -184,8 +185,8 @@ def test_no_speedup_of_a_wrong_result_of_ours(capsys, monkeypatch):
 
 
 def test_row_of_what_does_not_fit(capsys, monkeypatch):
-    monkeypatch.setattr(measure, "free_memory", lambda device: 1000)
-    _, out = bench(capsys, ways=["naive", "shift"], backends=["cpu"])
+    monkeypatch.setattr(measure, "free_memory", lambda device: 10_000)  # the inputs do fit
+    _, out = bench(capsys, "--pass", "forward", ways=["naive", "shift"], backends=["cpu"])
     assert "does not fit: needs about" in line_of(out, "naive")
     assert "does not fit" in line_of(out, "shift") and "does not fit" not in line_of(out, "cpu")
 
@@ -223,7 +224,15 @@ def test_row_of_a_backend_that_is_missing(capsys):
         (["--backends", "magic"], "--backends: got magic, needs names from reference, cpu"),
         (["--backends", "--rivals"], "--backends, --rivals: got no name, needs at least one"),
         (["--device", "tpu"], "--device: got tpu, needs cpu or cuda"),
+        (["--d-head", "0"], "argument --d-head: got 0, needs 1 to 256"),
+        (["--d-head", "300"], "argument --d-head: got 300, needs 1 to 256"),
         (["--json", "/no/such/folder/x.json"], "argument --json: cannot write to /no/such/folder"),
+        (["--json", "/"], "argument --json: got /, a folder, needs the name of a file"),
+        (["--json", f"{__file__}/x.json"], f"argument --json: cannot write to {__file__}"),
+        (["--plot", "/"], "argument --plot: got /, a folder, needs the name of a file"),
+        (["--plot", "/no/such/folder/x.png"], "argument --plot: cannot write to /no/such/folder"),
+        (["--plot", "x.jpgg"], "argument --plot: got x.jpgg, needs a name that ends in .png, .pdf or .svg"),
+        (["--plot", "x"], "argument --plot: got x, needs a name that ends in .png, .pdf or .svg"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
@@ -231,6 +240,44 @@ def test_bad_arguments(capsys, arguments, message):
         bench_attn.main([*TINY, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--pass", "forward"], "the inputs do not fit"),
+        (["--pass", "backward"], "the inputs and their gradients do not fit"),
+        (["--pass", "decode"], "the inputs do not fit"),
+        (["--sweep", "4", str(10**12)], "the inputs do not fit"),
+    ],
+)
+def test_inputs_that_do_not_fit(capsys, arguments, what):
+    sizes = ["--klen", "64", "--qlen", "32", "--batch", str(10**9)]
+    with pytest.raises(SystemExit) as stop:
+        bench_attn.main([*sizes, *arguments])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and not captured.out
+    line = captured.err.splitlines()[-1]
+    assert "B 1000000000" in line and what in line and "GiB are free" in line
+
+
+@pytest.mark.parametrize("which", [FORWARD, TRAIN, DECODE])
+def test_counted_bytes_of_inputs(which):
+    problem = Problem(5, 9, batch=2, heads=3, d_head=7, dtype="bfloat16", clamp_len=3)
+    tensors = [tensor for inputs in measure.input_sets(problem, which) for tensor in inputs]
+    copies = 2 if which == TRAIN else 1
+    assert measure.input_bytes(problem, which) == copies * sum(tensor.nbytes for tensor in tensors)
+
+
+def test_without_tqdm(capsys, monkeypatch):
+    """A line says what to install; `--help` needs nothing."""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    parse = runpy.run_path(cli.__file__)["parse"]
+    for arguments, status in (["--help"], 0), ([], 2):
+        with pytest.raises(SystemExit) as stop:
+            parse(argparse.ArgumentParser(), arguments)
+        assert stop.value.code == status
+    assert capsys.readouterr().err.endswith("error: needs tqdm: pip install -e '.[bench]'\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -244,6 +291,7 @@ def test_no_gpu(capsys, main):
 def test_defaults(monkeypatch):
     """Of a device: sizes, dtype, rivals."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "free_memory", lambda device: 2**40)
     for arguments, heads, dtype, first in (
         (["--device", "cpu"], 8, "float32", "naive"),
         (["--device", "cuda"], 16, "bfloat16", "shift"),

@@ -56,6 +56,21 @@ def test_without_optional_parts(names):
     assert ("missing" in done.stdout) == (not built or "txl_kernels._build_info" in names)
 
 
+def test_example_without_the_extra():
+    """As where safetensors is not installed: a line that says what to install, as of `txl` itself."""
+    done = python(
+        "import runpy, sys\n"
+        "sys.modules['safetensors'] = None\n"
+        f"example = {str(ROOT / 'examples' / 'train_bytes.py')!r}\n"
+        "for arguments in ['--help'], []:\n"
+        "    sys.argv = [example, *arguments]\n"
+        "    try: runpy.run_path(example, run_name='__main__')\n"
+        "    except SystemExit as stop: print('status', stop.code)\n"
+    )
+    assert "usage:" in done.stdout and re.findall(r"status (\d)", done.stdout) == ["0", "1"]
+    assert done.stderr.endswith(": pip install 'txl-kernels[train]'\n") and "Traceback" not in done.stderr
+
+
 def test_import_is_light():
     """Nothing optional, and nothing of torch's compiler, which takes as long to import as torch itself."""
     done = python(
@@ -160,7 +175,8 @@ def test_report_on_the_command_line():
 
 def test_every_environment_variable_is_documented():
     read = re.compile(r"""(?:environ\.get|environ|getenv)[(\[]"(TXL_\w+)\"""")
-    sources = [p for folder in ("txl_kernels", "txl_model", "csrc") for p in (ROOT / folder).rglob("*.*")]
+    folders = ("txl_kernels", "txl_model", "csrc", "benchmarks")
+    sources = [p for folder in folders for p in (ROOT / folder).rglob("*.*")]
     text = "".join(p.read_text() for p in sources if p.suffix in (".py", ".cpp", ".h"))
     documented = re.findall(r"^\| `(TXL_\w+)` ", (ROOT / "docs" / "environment.md").read_text(), re.M)
     assert sorted(documented) == sorted(set(read.findall(text)))
