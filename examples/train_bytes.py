@@ -34,8 +34,7 @@ def demonstrate(folder: Path, steps: int) -> int:
     ):
         words = [str(word) for word in command]
         print("\ntxl", shlex.join(words), flush=True)
-        sys.argv[1:] = words
-        if status := txl.main():  # which, unlike cli.main, says what to install where a package is missing
+        if status := txl.main(words):  # unlike cli.main it says what is to be installed
             return status
     return 0
 

@@ -179,10 +179,11 @@ def rel_attention(
             raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
         _check_layout(name, tensor)
     for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
-        if optional is not None and not isinstance(optional, Tensor):
+        if optional is None:
+            continue
+        if not isinstance(optional, Tensor):
             raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
-        if optional is not None:
-            _check_layout(name, optional)
+        _check_layout(name, optional)
 
     device, given = q.device, q.dtype
     if reference.has_autocast(device) and torch.is_autocast_enabled(device.type):
