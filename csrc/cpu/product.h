@@ -438,22 +438,26 @@ class Arena {
     return (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
   }
 
-  // A record of arrays, listed once: `list(record, visit)` calls visit(pointer, count) for each of its
-  // arrays.
+  // A thread's record of arrays, listed once: `list(record, visit)` calls visit(pointer, count) for each of
+  // its arrays. Far from other records: what a core stores row by row, at a stride of kilobytes, makes it
+  // fetch that many rows more, for itself alone, and a neighbour's arrays would be taken from their thread.
   template <class Record, class List>
   static size_t record_bytes(List list) {
     Record record{};
-    size_t total = 0;
+    size_t total = kApartBytes;
     list(record,
          [&](auto*& p, int64_t count) { total += bytes<std::remove_reference_t<decltype(*p)>>(count); });
     return total;
   }
   template <class Record, class List>
   void take_record(Record& record, List list) {
+    next_ += kApartBytes;
     list(record, [&](auto*& p, int64_t count) { p = take<std::remove_reference_t<decltype(*p)>>(count); });
   }
 
  private:
+  static constexpr size_t kApartBytes = 128 << 10;
+
   Memory memory_;
   char* next_;
 };
