@@ -58,11 +58,12 @@ def test_decode_on_one_and_more_threads(backend, L, threads):
 @pytest.mark.parametrize(
     "options", [{}, dict(window_size=(77, 0)), dict(causal=False, window_size=(200, 30)), dict(N=50)], ids=str
 )
+@pytest.mark.parametrize("H", [1, 5])
 @pytest.mark.parametrize("backend, dtype", [p for p in each_dtype(exact=True) if p.id.startswith("cpu")])
-def test_one_head_on_one_and_more_threads(backend, dtype, options, threads):
-    """Where heads are fewer than threads, queries are shared out in smaller blocks."""
+def test_few_heads_on_one_and_more_threads(backend, dtype, H, options, threads):
+    """A thread that finds no head left helps with the others; where heads are fewer, blocks are smaller."""
     options = dict(options)
-    sizes = dict(B=1, H=1, L=270, K=700, D=64, causal=options.get("causal", True))
+    sizes = dict(B=1, H=H, L=270, K=700, D=64, causal=options.get("causal", True))
     tensors = inputs(**sizes, N=options.pop("N", None), dtype=dtype, device=backend.device)
     dout = randn_like(tensors["q"])
     results = []

@@ -2,6 +2,8 @@
 // probabilities tile by tile, and the values.
 #pragma once
 
+#include <sched.h>
+
 #include "scores.h"
 
 namespace txl::TXL_LEVEL {
@@ -53,6 +55,12 @@ class ForwardKernel {
     bool v_poisoned;      // some value is not finite; v has zeros there
   };
 
+  // How far a (batch, head) is, for all threads.
+  struct Progress {
+    Unit* unit = nullptr;             // its operands
+    std::atomic<int64_t> begun = -1;  // how many of its blocks; -1: they are not packed yet
+  };
+
   // One thread's block of queries.
   struct Scratch {
     Elem *qu, *qv;
@@ -102,19 +110,34 @@ class ForwardKernel {
     for (Unit& u : unit) arena.take_record(u, unit_arrays);
     for (Scratch& s : scratch) arena.take_record(s, scratch_arrays);
 
-    // A unit of one block is packed as it is used: that never leaves the nearest caches. Else, as long as
-    // there is a unit for every thread, each takes whole ones: what it packs stays in its own cache, and
-    // nobody waits. What is left then is packed first and shared out by blocks.
-    const int64_t left = piecemeal_ ? 0 : units % threads, whole = units - left;
-    parallel_items(pool_, whole, [&](int64_t item, int thread) {
-      Unit& u = unit[thread];
-      piecemeal_ ? begin(item, u) : pack(item, u);
-      for (int64_t block = 0; block < blocks_; ++block) run_block(u, block, scratch[thread]);
-    });
-    parallel_items(pool_, left, [&](int64_t item, int) { pack(whole + item, unit[item]); });
-    parallel_items(pool_, left * blocks_, [&](int64_t item, int thread) {
+    if (piecemeal_) {  // what is packed as it is used never leaves the nearest caches
+      parallel_items(pool_, units, [&](int64_t item, int thread) {
+        begin(item, unit[thread]);
+        run_block(unit[thread], 0, scratch[thread]);
+      });
+      return;
+    }
+    // Each thread packs whole units: what it packs stays in its own cache. One that finds no unit left takes
+    // blocks of the others', which may have begun late or run on a slower core.
+    Array<Progress> progress(units);
+    std::atomic<int64_t> next_unit{0}, next_place{0};
+    const auto run_blocks = [&](Progress& of, Scratch& s) {
       // The later blocks of a segment see more keys: heaviest first.
-      run_block(unit[item % left], blocks_ - 1 - item / left, scratch[thread]);
+      for (int64_t x; (x = of.begun.fetch_add(1)) < blocks_;) run_block(*of.unit, blocks_ - 1 - x, s);
+    };
+    parallel_items(pool_, min(threads, units * blocks_), [&](int64_t, int thread) {
+      Unit* own = nullptr;
+      for (int64_t item; (item = next_unit.fetch_add(1)) < units;) {
+        if (!own) own = &unit[next_place.fetch_add(1)];
+        pack(item, *own);
+        progress[item].unit = own;
+        progress[item].begun = 0;
+        run_blocks(progress[item], scratch[thread]);
+      }
+      for (int64_t item = units; item-- > 0;) {
+        while (progress[item].begun < 0) sched_yield();  // some thread has it, and packs
+        run_blocks(progress[item], scratch[thread]);
+      }
     });
   }
 
