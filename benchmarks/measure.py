@@ -38,6 +38,8 @@ class Task:
 
     passes: how often one call does what is to be timed; times are of one of them.
     evicts: a call reads more than the caches hold, so that the next one finds nothing of its own in them.
+    grad: whether autograd records. (To turn it off within a call would be 4 % of a short call that finds
+        nothing of Python's own in the caches.)
     """
 
     call: Callable[[Any], Any]
@@ -46,24 +48,29 @@ class Task:
     device: str = "cpu"
     passes: int = 1
     evicts: bool = False
+    grad: bool = True
 
     def run(self) -> Any:
-        return self.call(self.setup())
+        return self.once(self.setup())
+
+    def once(self, state: Any) -> Any:
+        with torch.set_grad_enabled(self.grad):
+            return self.call(state)
 
     def seconds(self, calls: int = 1) -> float:
         """Mean time of a pass over `calls` calls, in seconds."""
-        if self.device != "cpu":
-            return self._seconds_on_gpu(calls)
+        with torch.set_grad_enabled(self.grad):
+            clock = self._seconds_on_cpu if self.device == "cpu" else self._seconds_on_gpu
+            return clock(calls) / calls / self.passes
+
+    def _seconds_on_cpu(self, calls: int) -> float:
         total = 0.0
         for _ in range(calls):
             state = self.setup()
-            total += self._clock(state)
-        return total / calls / self.passes
-
-    def _clock(self, state: Any) -> float:
-        start = time.perf_counter()
-        self.call(state)
-        return time.perf_counter() - start
+            start = time.perf_counter()
+            self.call(state)
+            total += time.perf_counter() - start
+        return total
 
     def _seconds_on_gpu(self, calls: int) -> float:
         """By CUDA events around every call. As in triton.testing.do_bench, each call finds an L2 cache that
@@ -79,7 +86,7 @@ class Task:
             end.record()
             events.append((begin, end))
         torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in events) / 1e3 / calls / self.passes
+        return sum(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 @functools.cache
@@ -98,10 +105,9 @@ def attention_task(
         turns = itertools.cycle(sets)
 
         def forward(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return (attend(*inputs),)
+            return (attend(*inputs),)
 
-        return Task(forward, lambda: next(turns), len(sets), problem.device)
+        return Task(forward, lambda: next(turns), len(sets), problem.device, grad=False)
 
     leaves = [tensor.detach().requires_grad_() for tensor in sets[0]]
     dout = problem.dout()
@@ -258,7 +264,7 @@ def gpu_kernels(task: Task) -> dict[str, float]:
     state = task.setup()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        task.call(state)
+        task.once(state)
         torch.cuda.synchronize()
     seconds = {e.key: e.self_device_time_total / 1e6 / task.passes for e in profiler.key_averages()}
     return {name: s for name, s in sorted(seconds.items(), key=lambda item: -item[1]) if s > 0}
@@ -315,13 +321,13 @@ def extra_memory(task: Task, warm_up: Task) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = task.call(state)
+        result = task.once(state)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
     else:
         reset_peak()
         before = peak_resident()
-        result = task.call(state)
+        result = task.once(state)
         peak = peak_resident()
     returned = sum(tensor.nbytes for tensor in result if tensor is not None)
     return max(0, peak - before - returned)

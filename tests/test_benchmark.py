@@ -344,7 +344,7 @@ def test_interleaved_samples():
 
 def test_budget_ends_sampling(monkeypatch):
     task = measure.Task(lambda _: None)
-    monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
+    monkeypatch.setattr(measure.Task, "_seconds_on_cpu", lambda self, calls: float(calls))
     assert len(measure.interleave({"": task}, 9, budget=2.5)[""]) == 3
     assert len(measure.interleave({"": task}, 9, budget=5.5)[""]) == 6
     assert len(measure.interleave({"": task}, 9, budget=0.5)[""]) == 1
@@ -352,9 +352,24 @@ def test_budget_ends_sampling(monkeypatch):
 
 def test_a_call_of_several_passes(monkeypatch):
     task = measure.Task(lambda _: None, passes=4)
-    monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
+    monkeypatch.setattr(measure.Task, "_seconds_on_cpu", lambda self, calls: float(calls))
     assert task.seconds(3) == 0.25
     assert len(measure.interleave({"": task}, 9, budget=5.5)[""]) == 6
+
+
+@pytest.mark.parametrize("which", [FORWARD, DECODE, TRAIN])
+def test_only_training_is_recorded(which):
+    recorded = []
+
+    def attend(*inputs):
+        recorded.append(torch.is_grad_enabled())
+        return inputs[0] * 1
+
+    problem = Problem(1, 8, heads=1, d_head=2)
+    task = measure.attention_task(attend, problem, which, [problem.inputs(0)])
+    task.run(), task.seconds()
+    assert recorded == 2 * [which == TRAIN]
+    assert torch.is_grad_enabled()
 
 
 def test_decode_takes_the_sets_in_turn():

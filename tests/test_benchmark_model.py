@@ -212,7 +212,7 @@ def test_table_9(capsys, tmp_path):
 
 def test_time_is_per_token(monkeypatch):
     """A clock that counts seconds by the call: ours reads many tokens in one, the vanilla model one."""
-    monkeypatch.setattr(measure.Task, "_clock", lambda self, state: 1.0)
+    monkeypatch.setattr(measure.Task, "_seconds_on_cpu", lambda self, calls: float(calls))
     args = model_figures.parse(model_figures.parser(""), TINY)
     args.segment, args.clamp_len = 4, -1
     figure = bench_eval.Bench(args, cli.Progress()).time(1800)  # 18 tokens
