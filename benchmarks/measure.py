@@ -38,8 +38,8 @@ class Task:
 
     passes: how often one call does what is to be timed; times are of one of them.
     evicts: a call reads more than the caches hold, so that the next one finds nothing of its own in them.
-    grad: whether autograd records. (To turn it off within a call would be 4 % of a short call that finds
-        nothing of Python's own in the caches.)
+    grad: False: autograd does not record. (To turn it off within a call would be 4 % of a short call that
+        finds nothing of Python's own in the caches.)
     """
 
     call: Callable[[Any], Any]
@@ -54,14 +54,17 @@ class Task:
         return self.once(self.setup())
 
     def once(self, state: Any) -> Any:
-        with torch.set_grad_enabled(self.grad):
+        with self._recording():
             return self.call(state)
 
     def seconds(self, calls: int = 1) -> float:
         """Mean time of a pass over `calls` calls, in seconds."""
-        with torch.set_grad_enabled(self.grad):
+        with self._recording():
             clock = self._seconds_on_cpu if self.device == "cpu" else self._seconds_on_gpu
             return clock(calls) / calls / self.passes
+
+    def _recording(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.grad and torch.is_grad_enabled())
 
     def _seconds_on_cpu(self, calls: int) -> float:
         total = 0.0
