@@ -192,6 +192,7 @@ struct ForwardKernel : private Block {
       const int64_t i = i0 + row_of_lane(y);
       if (i >= p.L) continue;
       const bool any_seen = lo[y] < hi[y];
+      if (any_seen && total[y] == 0) total[y] = nan();  // every score is -inf: no softmax exists
       const float factor = any_seen ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       TXL_UNROLL_GPU

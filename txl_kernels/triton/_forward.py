@@ -156,6 +156,7 @@ def forward_kernel(
         )
 
     any_seen = lo_i < hi_i
+    total = tl.where(any_seen & (total == 0), float("nan"), total)  # every score is -inf: no softmax exists
     weight = p.dropout_scale / tl.where(any_seen, total, 1.0)
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
