@@ -160,6 +160,8 @@ def free_memory() -> int:
 
 def find_jobs() -> int:
     if asked := os.environ.get("MAX_JOBS"):
+        if not asked.isdecimal():
+            raise PlatformError(f"MAX_JOBS is {asked!r}, needs the number of compilers to run at once")
         return max(1, int(asked))
     return max(1, min(len(os.sched_getaffinity(0)), int(free_memory() / 1.5e9)))
 

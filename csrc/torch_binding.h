@@ -31,6 +31,15 @@ inline View view(const Tensor& x, const char* name) {
   return v;
 }
 
+// q: a tensor whose first dimension is B.
+inline const int32_t* key_range_data(const OptionalTensor& x, const Tensor& q) {
+  if (!x) return nullptr;
+  STD_TORCH_CHECK(x->is_contiguous() && x->numel() == 2 * q.size(0) && x->scalar_type() == ScalarType::Int &&
+                      x->is_cpu() == q.is_cpu(),
+                  "key_range must be int32 [B, 2], where the other tensors are");
+  return static_cast<const int32_t*>(x->data_ptr());
+}
+
 // All but the dropout seed, whose value only the CPU's kernels are given.
 inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
                        bool causal, int64_t window_left, int64_t window_right, int64_t r_zero, double scale,
@@ -46,7 +55,7 @@ inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const 
   p.dropout_p = dropout_p;
   p.dropout_threshold = DropoutMask::threshold(dropout_p);
   p.dropout_seed = 0;
-  p.key_range = key_range ? static_cast<const int32_t*>(key_range->data_ptr()) : nullptr;
+  p.key_range = key_range_data(key_range, q);
   return p;
 }
 

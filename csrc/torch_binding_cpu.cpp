@@ -149,14 +149,11 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
   STD_TORCH_CHECK(
       h.is_contiguous() && out.is_contiguous() && out.numel() == h.numel() && h.size(1) <= txl::kDecodeRows,
       "h must be contiguous, as out, and of few tokens");
-  STD_TORCH_CHECK(!key_range || (key_range->is_contiguous() && key_range->numel() == 2 * h.size(0) &&
-                                 key_range->scalar_type() == ScalarType::Int),
-                  "key_range must be int32 [B, 2]");
   for (size_t i = 0; i < keys_values.size(); ++i) {
     txl::Layer t = layer(h, keys_values[i], begin, end, r[i], &weights[kWeights * i]);
     t.problem.set_reach(true, window_left, -1);
     t.problem.scale = scale;
-    if (key_range) t.problem.key_range = static_cast<const int32_t*>(data(*key_range, "key_range"));
+    t.problem.key_range = txl::key_range_data(key_range, h);
     t.attention_norm.eps = t.feed_norm.eps = eps;
     t.norm_first = norm_first;
     t.out = data(out, "out");

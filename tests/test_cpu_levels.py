@@ -133,6 +133,12 @@ def test_kept_memory_must_be_a_number(value):
     assert "TXL_CPU_KEPT_MB" in done.stderr and f"'{value}'" in done.stderr and "megabytes" in done.stderr
 
 
+def test_a_number_of_compilers_that_is_none(monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "two")
+    with pytest.raises(ninja_build.PlatformError, match="MAX_JOBS is 'two', needs the number of compilers"):
+        ninja_build.find_jobs()
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one level")
 def test_a_compiler_that_lacks_avx512(tmp_path, capsys):
     compiler = shutil.which("g++") or shutil.which("clang++")
