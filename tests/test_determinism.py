@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import INTERPRET, assert_same_bits, each_dtype, each_fused, inputs, key_range, randn_like, run
+from helpers import (
+    EMULATED,
+    INTERPRET,
+    assert_same_bits,
+    each_dtype,
+    each_fused,
+    inputs,
+    key_range,
+    randn_like,
+    run,
+)
 
 CASES = {
     "square": (dict(B=2, H=2, L=130, K=130, D=64), {}),
@@ -32,17 +42,19 @@ def test_twenty_runs_on_one_and_two_threads(backend, dtype, case, threads):
     dout = randn_like(tensors["q"])
     threads(2)
     first = run(backend, tensors, dout, **options)
+    few, many = [(2, 2)], [(2, 19)]
     for n, runs in {
-        "reference": [(2, 2)],  # its products are torch's, split by the number of threads
-        "cpu": [(2, 19), (1, 20)],
-    }.get(backend.name, [(2, 19), (1, 1)]):
+        "reference": few,  # its products are torch's, split by the number of threads
+        "cpu": [*many, (1, 20)],
+        "cuda": few if EMULATED else many,  # the emulation reports races without their happening
+    }.get(backend.name, many):
         threads(n)
         for _ in range(runs):
             assert_same_bits(run(backend, tensors, dout, **options), first)
 
 
 @pytest.mark.parametrize("L", range(1, 10))
-@pytest.mark.parametrize("backend", those_that_race(each_fused()))
+@pytest.mark.parametrize("backend", [p for p in each_fused() if p.id == "cpu"])
 def test_decode_on_one_and_more_threads(backend, L, threads):
     """A long memory is split over threads: the split may not depend on how many there are."""
     tensors = inputs(B=1, H=2, L=L, K=4321, D=64, dtype=backend.dtypes[0], device=backend.device)

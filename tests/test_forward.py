@@ -56,7 +56,7 @@ def test_decode_with_options(backend, dtype, L, options):
     options = dict(options)
     sizes = {n: options.pop(n) for n in ("N", "bias", "D") if n in options}
     causal = options.get("causal", True)
-    sizes = dict(dict(B=2, H=3, L=L, K=1511, D=64), **sizes)
+    sizes = dict(dict(B=2, H=2, L=L, K=1511, D=64), **sizes)
     check(backend, inputs(**sizes, causal=causal, dtype=dtype, device=backend.device), **options)
 
 

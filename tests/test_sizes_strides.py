@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import (
+    EMULATED,
     INTERPRET,
     TENSORS,
     assert_same,
@@ -67,7 +68,7 @@ LAYOUTS = [transposed, reversed_dimensions, every_other, one_projection, inside_
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_layout_does_not_matter(backend, dtype, sizes, layout):
     """Same bits as contiguous inputs: everything in that layout, then dout alone, then each input alone, or,
-    in Triton's interpreter, which is slow, each input in a layout of its own."""
+    in Triton's interpreter and the CUDA emulation, which are slow, each input in a layout of its own."""
     tensors = inputs(**sizes, dtype=dtype, device=backend.device)
     dout = randn_like(tensors["q"])
     contiguous = run(backend, tensors, dout)
@@ -75,7 +76,7 @@ def test_layout_does_not_matter(backend, dtype, sizes, layout):
     assert all(torch.equal(strided[n], tensors[n]) for n in tensors)
     assert_same(backend, run(backend, strided, layout(dout)), contiguous)
     assert_same(backend, run(backend, tensors, layout(dout)), contiguous)
-    if INTERPRET:
+    if INTERPRET or EMULATED:
         layouts = LAYOUTS[LAYOUTS.index(layout) :] + LAYOUTS[: LAYOUTS.index(layout)]
         mixed = {name: other(tensors[name]) for name, other in zip(TENSORS, layouts, strict=True)}
         assert_same(backend, run(backend, mixed, dout), contiguous)
