@@ -175,18 +175,9 @@ std::string cpu_levels() { return txl::cpu_levels(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
-  m.def(
-      "cpu_forward(Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, Tensor? "
-      "key_range, Tensor? dropout_seed,"
-      " bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p,"
-      " Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def(
-      "cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, "
-      "Tensor? key_range,"
-      " Tensor? dropout_seed, Tensor out, Tensor lse, bool causal, int window_left, int window_right, int "
-      "r_zero, float scale,"
-      " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
-      "Tensor(f!)? dv_bias) -> ()");
+  m.def("cpu_forward(" TXL_INPUTS ", " TXL_OPTIONS ", " TXL_RESULTS ") -> ()");
+  m.def("cpu_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
+        ") -> ()");
   m.def("cpu_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def(
       "cpu_layers(Tensor h, Tensor(a!)[] keys_values, int begin, int end, Tensor[] r, Tensor[] weights, "

@@ -128,18 +128,10 @@ std::string cuda_targets() { return txl::cuda::targets(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
-  m.def(
-      "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, Tensor? "
-      "key_range, Tensor? dropout_seed,"
-      " bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p,"
-      " Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
-  m.def(
-      "cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, "
-      "Tensor? key_range,"
-      " Tensor? dropout_seed, Tensor out, Tensor lse, bool causal, int window_left, int window_right, int "
-      "r_zero, float scale,"
-      " float dropout_p, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, "
-      "Tensor(f!)? dv_bias, int stream) -> ()");
+  m.def("cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS ", " TXL_RESULTS
+        ", Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
+  m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
+        ", int stream) -> ()");
   m.def("cuda_targets() -> str");
 }
 

@@ -12,6 +12,11 @@ import tempfile
 import interpreter
 import pytest
 
+# Workers (pytest -n) share the cores: threads of one that spin while they wait take them from the other, and
+# all of it takes more than twice as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if interpreter.INTERPRET:
     interpreter.choose_products()
 
