@@ -17,7 +17,6 @@
   "Tensor q, Tensor k, Tensor v, Tensor r, Tensor? bias_u, Tensor? bias_v, " \
   "Tensor? key_range, Tensor? dropout_seed"
 #define TXL_OPTIONS "bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p"
-#define TXL_RESULTS "Tensor(a!) out, Tensor(b!) lse"
 #define TXL_GRADIENTS \
   "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, Tensor(f!)? dv_bias"
 

@@ -128,8 +128,9 @@ std::string cuda_targets() { return txl::cuda::targets(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
-  m.def("cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS ", " TXL_RESULTS
-        ", Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
+  m.def(
+      "cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
+      ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
   m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
         ", int stream) -> ()");
   m.def("cuda_targets() -> str");

@@ -32,6 +32,8 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 import helpers
 import torch
 
+from txl_kernels import registry
+
 
 def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C. The tests send it, to themselves and to commands they start.
@@ -56,6 +58,14 @@ def poisoned_memory(request):
     """Every tensor that torch allocates and does not fill, in Python or in C++, starts as NaN."""
     with helpers.poison(request.node.get_closest_marker("unpoisoned") is None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice():
+    """What a test pretends about backends is forgotten with it."""
+    registry.choose.cache_clear()
+    yield
+    registry.choose.cache_clear()
 
 
 @pytest.fixture(autouse=True)

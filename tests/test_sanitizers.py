@@ -83,8 +83,10 @@ def test_the_sanitizer_watches(instrumented):
         "assert cpu.unavailable() is None\n"
         "q = torch.ones(1, 1, 64, 8)\n"
         "lse = torch.empty(1, 1, 60)\n"
-        "masks = (None, None, None, None, True, -1, -1)\n"
-        "torch.ops.txl_kernels.cpu_forward(q, q, q, q[0], *masks, 63, 1.0, 0.0, torch.empty_like(q), lse)\n",
+        "options = (True, -1, -1, 63, 1.0, 0.0)\n"
+        "inputs = (q, q, q, q[0], None, None, None, None)\n"
+        "gradients = (*(torch.empty_like(x) for x in inputs[:4]), None, None)\n"
+        "torch.ops.txl_kernels.cpu_backward(q, *inputs, q, lse, *options, *gradients)\n",
         check=False,
     )
     assert done.returncode != 0

@@ -177,17 +177,20 @@ def rel_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
-        _check_layout(name, tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise _wrong_layout(name, tensor)
     for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
         if optional is None:
             continue
         if not isinstance(optional, Tensor):
             raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
-        _check_layout(name, optional)
+        if optional.layout is not torch.strided or optional.is_nested:
+            raise _wrong_layout(name, optional)
 
     device, given = q.device, q.dtype
-    if reference.has_autocast(device) and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    kind = device.type
+    if reference.has_autocast(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         q, k, v, r = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(r, dtype)
         bias_u = None if bias_u is None else _cast(bias_u, dtype)
         bias_v = None if bias_v is None else _cast(bias_v, dtype)
@@ -257,10 +260,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def _check_layout(name: str, x: Tensor) -> None:
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
-        raise TypeError(f"{name}: got {kind}, needs a dense one")
+def _wrong_layout(name: str, x: Tensor) -> TypeError:
+    kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+    return TypeError(f"{name}: got {kind}, needs a dense one")
 
 
 def _check_tensors(

@@ -1,33 +1,38 @@
-"""Backend "cpu": allocates, makes last dimensions contiguous, and calls the kernels of csrc/cpu/."""
+"""Backend "cpu": makes last dimensions contiguous, allocates gradients, calls the kernels of csrc/cpu/."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
+from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, nothing, run_backward
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 _DENSE = (Tensor, torch.nn.Parameter)
 _LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
-_OPS = ("cpu_forward", "cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout")
+_FAKES: dict[str, Callable[..., Any]] = {
+    "cpu_forward": lambda q, *_: new_results(q),
+    **dict.fromkeys(("cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout"), nothing),
+}
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
-_loaded = False
+_forward_op: Any = None  # once the library is loaded
 
 
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
-    global _loaded
-    reason = None if _loaded else load_library(_LIBRARY, "C++", _OPS, _MEND)
+    global _forward_op
+    reason = None if _forward_op is not None else load_library(_LIBRARY, "C++", _FAKES, _MEND)
     if reason is not None:
         return reason
-    _loaded = True
+    _forward_op = torch.ops.txl_kernels.cpu_forward.default
     try:
         torch.ops.txl_kernels.cpu_level()
     except RuntimeError as error:  # TXL_CPU_LEVEL asks for one that is not there
@@ -64,9 +69,8 @@ def details() -> dict[str, str]:
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
-    out, lse = new_results(inputs.q)
-    torch.ops.txl_kernels.cpu_forward.default(*inputs.prepared(), *options, out, lse)
-    return out, lse
+    results: tuple[Tensor, Tensor] = _forward_op(*inputs.prepared(), *options)
+    return results
 
 
 def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:

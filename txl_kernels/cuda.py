@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from txl_kernels import gpu
-from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, run_backward
+from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, nothing, run_backward
 
 NAME = "cuda"
 WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS") == "1"
 
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
+_FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
 
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
@@ -39,7 +40,7 @@ _loaded = False
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _loaded
-    reason = None if _loaded else load_library(_LIBRARY, "CUDA", ("cuda_forward", "cuda_backward"), _MEND)
+    reason = None if _loaded else load_library(_LIBRARY, "CUDA", _FAKES, _MEND)
     _loaded = reason is None
     if _loaded and not _EMULATION and not torch.cuda.is_available():
         return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"

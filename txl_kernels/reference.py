@@ -111,9 +111,9 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 # ---- The definition ----------------------------------------------------------------------------------------
 
 
-def has_autocast(device: torch.device) -> bool:
+def has_autocast(kind: str) -> bool:
     """Whether torch.autocast knows this kind of device. (torch 2.10's compiler cannot trace the question.)"""
-    return device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
+    return kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
 
 
 def reference(
@@ -149,7 +149,8 @@ def reference(
     scale = D**-0.5 if scale is None else scale
     seed = philox.seed_tensor(dropout_seed, device) if dropout_p > 0 else None
 
-    with torch.autocast(device.type, enabled=False) if has_autocast(device) else contextlib.nullcontext():
+    kind = device.type
+    with torch.autocast(kind, enabled=False) if has_autocast(kind) else contextlib.nullcontext():
         if upcast and dtype.itemsize < 4:
             q, k, v, r = q.float(), k.float(), v.float(), r.float()
             bias_u, bias_v = (None if bias is None else bias.float() for bias in (bias_u, bias_v))

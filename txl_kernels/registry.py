@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -113,6 +115,7 @@ def load(name: str) -> Backend:
     return backend
 
 
+@functools.lru_cache
 def choose(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The backend to serve tensors of this device, dtype and D: `name`, or for None the preferred one."""
     problems = []
@@ -144,8 +147,11 @@ def report() -> dict[str, BackendInfo]:
     return infos
 
 
-def load_library(path: Path, kernels: str, ops: tuple[str, ...], mend: str) -> str | None:
-    """Loads a library of `kernels` (C++, CUDA) and its ops; why it cannot be, and the mend, or None."""
+def load_library(path: Path, kernels: str, fakes: Mapping[str, Callable[..., Any]], mend: str) -> str | None:
+    """Loads a library of `kernels` (C++, CUDA); why it cannot be, and the mend, or None.
+
+    fakes: by op, what it returns under FakeTensorMode.
+    """
     if not path.exists():
         return f"the library of {kernels} kernels, {path}, does not exist; {mend}"
     try:
@@ -156,10 +162,13 @@ def load_library(path: Path, kernels: str, ops: tuple[str, ...], mend: str) -> s
         return (
             f"the library of {kernels} kernels does not load with torch {torch.__version__}: {words}; {mend}"
         )
-    # The backends allocate their results, so under FakeTensorMode there is nothing left to do.
-    for op in ops:
-        torch.library.register_fake(f"txl_kernels::{op}", lambda *_: None)
+    for op, fake in fakes.items():
+        torch.library.register_fake(f"txl_kernels::{op}", fake)
     return None
+
+
+def nothing(*_: Any) -> None:
+    """The fake of an op that fills tensors it is given."""
 
 
 def dense_like(x: Tensor) -> Tensor:
