@@ -364,9 +364,11 @@ def test_scores_that_overflow_spoil_the_gradients_of_what_is_seen_alone(backend,
 
 
 @pytest.mark.parametrize("size", [1e4, 3e4, 1e5, 1e6])
-@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith("cpu")])
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith(("cpu", "triton"))])
 def test_huge_scores_have_bounded_gradients(backend, dtype, size):
     """Where lse is as coarse as the scores' differences, probabilities made from it are still at most 1."""
+    if size > torch.finfo(dtype).max / 5:
+        pytest.skip("inputs beyond the dtype's range")
     tensors = inputs(B=1, H=1, L=40, K=40, D=32, dtype=dtype, device=backend.device)
     for name in ("q", "k", "r"):
         tensors[name] *= size

@@ -3,6 +3,7 @@ shared memory within the part's limit, no spilled registers where the work is.""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -208,6 +209,20 @@ def test_near_loops_of_the_defaults_hardly_touch_local_memory(default_reports):
         near = result.loops["near"]
         share = near.local / near.instructions
         assert share < 0.02 if case.kernel in ("forward", "decode") else share < 0.25, f"{case}: {near.local}"
+
+
+def test_no_exponent_is_the_result_of_a_fused_multiply_add():
+    """It would keep the rounding error of a huge base, and a probability could be anything."""
+    for case in defaults(90):
+        made_by, exponents = {}, set()
+        for line in static.compiled(case).asm["ptx"].splitlines():
+            if found := re.match(r"\s+(\S+)\s+(%\w+), (%\w+)", line):
+                name, result, operand = found.groups()
+                if name.startswith("ex2."):
+                    exponents.add(made_by[operand])
+                made_by[result] = name
+        forward = case.kernel in ("forward", "decode")
+        assert exponents == {"mul.f32" if forward else "min.NaN.f32"}, str(case)
 
 
 def test_merge_compiles():

@@ -337,8 +337,8 @@ def _read(compiled: Any, lines: tuple[str, ...]) -> Report:
     return Report(registers, spills, compiled.metadata.shared, tensor_memory, loops)
 
 
-def report(case: Case) -> Report:
-    """Compiles a case and reads it."""
+def compiled(case: Case) -> Any:
+    """As Triton keeps it: code at every stage, and metadata."""
     decode = case.kernel == "decode"
     constants = dict(
         D=case.D,
@@ -355,8 +355,12 @@ def report(case: Case) -> Report:
     kernel = KERNELS[case.kernel]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     options = {name: n for name, n in case.tile.options(case.arch).items() if name not in ("BM", "BN")}
-    compiled = _compile(_source(kernel, case.dtype, constants, part=decode), case.arch, options)
-    return _read(compiled, case.lines)
+    return _compile(_source(kernel, case.dtype, constants, part=decode), case.arch, options)
+
+
+def report(case: Case) -> Report:
+    """Compiles a case and reads it."""
+    return _read(compiled(case), case.lines)
 
 
 def merge_report(dtype: torch.dtype, D: int, splits: int, arch: Arch) -> Report:

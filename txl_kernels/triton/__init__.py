@@ -237,6 +237,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
                 H,
                 L,
                 splits,
+                abs(p.scale),
                 D=D,
                 BD=constants["BD"],
                 BS=triton.next_power_of_2(splits),

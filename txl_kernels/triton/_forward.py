@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from txl_kernels.triton.tiles import (
-    LN_2,
+    LOG2_E,
     Problem,
     accumulate,
     add_bias,
@@ -37,16 +37,17 @@ def _attend(
     BN: tl.constexpr, EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """A step of online softmax: score [BM, BN], not yet scaled, times v_tile [BN, BD]."""
-    # Scaled where a fused multiply-add does it for nothing. The largest is to base 2.
+    # Scaled after the subtraction, so that the largest has weight 1 whatever its size. score * scale - base
+    # is a fused multiply-add: it keeps what rounding took from a huge base, and that may be any exponent.
     score, scale = to_base_2(score, p, NEGATIVE)
     if EDGE:
         score = tl.where(seen, score, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+    new_largest = tl.maximum(largest, tl.max(score, 1))
     base = new_largest
     if EDGE:  # so far a query may have seen nothing: -inf - -inf would be NaN
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weight = tl.exp2(score * scale - base[:, None])
-    decay = tl.exp2(largest - base)
+    weight = tl.exp2((score - base[:, None]) * scale)
+    decay = tl.exp2((largest - base) * scale)
     total = total * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
     if DROPOUT:
@@ -76,7 +77,7 @@ def forward_kernel(
 
     q_u, q_v: q + u and q + v as they are, or both q, and the biases [H, D] are added here. Of more than one
     split, out has a batch entry for every split of every one, and lse [2, splits * B, H, L] are the largest
-    score, to base 2, and the total of each.
+    score, not yet scaled, and the total of each.
     """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     # Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
@@ -161,19 +162,22 @@ def forward_kernel(
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
     row = (entry.to(tl.int64) * p.H + h) * p.L + i
-    lse_i = tl.where(any_seen, largest * LN_2 + tl.log(tl.where(any_seen, total, 1.0)), float("-inf"))
+    lse_i = largest * tl.abs(p.scale) + tl.log(tl.where(any_seen, total, 1.0))
+    lse_i = tl.where(any_seen, lse_i, float("-inf"))
     tl.store(lse + row, tl.where(splits > 1, largest, lse_i), mask=i < p.L)
     tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
 
 
-@triton.jit(do_not_specialize=["B", "H", "L", "splits"])
+@triton.jit(do_not_specialize=["B", "H", "L", "splits", "scale"])
 def merge_kernel(
-    part, largest_and_total, out, lse, B, H, L, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    part, largest_and_total, out, lse, B, H, L, splits, scale,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query from its splits. Far from zero the difference of two lse would be far less
     precise than largest and total are.
 
-    part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]. BS >= splits.
+    part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]. scale: of the largest, not
+    negative. BS >= splits.
     """
     program = tl.program_id(0)
     i = program % L
@@ -189,7 +193,7 @@ def merge_kernel(
     totals = tl.load(largest_and_total + splits.to(tl.int64) * B * H * L + row, mask=exist, other=0.0)
     base = tl.max(largest, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
-    weight = tl.exp2(largest - base) * totals
+    weight = tl.exp2((largest - base) * (scale * LOG2_E)) * totals
     total = tl.sum(weight, 0)
     pointers = (
         part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
@@ -198,4 +202,4 @@ def merge_kernel(
     # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * LN_2 + tl.log(total))
+    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * scale + tl.log(total))
