@@ -96,7 +96,8 @@ def launches(monkeypatch):
 
     for name, kernel in backend.KERNELS.items():
         monkeypatch.setitem(backend.KERNELS, name, Recorder(kernel))
-    monkeypatch.setattr(backend, "merge_kernel", Recorder(backend.merge_kernel))
+    for name in ("merge_kernel", "add_biases_kernel"):
+        monkeypatch.setattr(backend, name, Recorder(getattr(backend, name)))
     monkeypatch.setattr(backend, "_arch", lambda: 90)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
     return compiled
@@ -114,14 +115,15 @@ def test_sizes_compile_nothing_anew(launches, L, p):
         (3, 8, 3 * 1024, 0.125, p and 0.75),  # beyond 31 bits
     ]:
         q, k, r = torch.zeros(B, H, L, 64), torch.zeros(B, H, K, 64), torch.zeros(H, K, 64)
-        inputs = Inputs(q, k, k, r, None, None, None, torch.zeros(1, dtype=torch.int64))
+        bias = torch.zeros(H, 64)
+        inputs = Inputs(q, k, k, r, bias, bias, None, torch.zeros(1, dtype=torch.int64))
         options = Options(True, -1, -1, K - 1, scale, dropout_p)
         out, lse = backend.forward(inputs, options)
         backend.backward(out, inputs, out, lse, options)
         # The merge of splits is compiled for their number, up to a power of two.
         found.append({launch for launch in launches if launch[0] != "merge_kernel"})
         launches.clear()
-    assert len(found[0]) == 4
+    assert len(found[0]) == 5
     assert all(other == found[0] for other in found)
 
 

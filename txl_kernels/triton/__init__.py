@@ -29,6 +29,7 @@ from txl_kernels.registry import (
 from txl_kernels.triton import configs
 from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
 from txl_kernels.triton._forward import forward_kernel, merge_kernel
+from txl_kernels.triton._operands import add_biases_kernel
 from txl_kernels.triton.configs import Tile
 from txl_kernels.triton.tiles import Problem, View
 
@@ -184,6 +185,35 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
     return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), constants
 
 
+def _with_biases(q: Tensor, bias_u: Tensor | None, bias_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q + u and q + v, q where there is no bias. Rows are as kernels take them."""
+    B, H, L, D = q.shape
+    q = _rows(q)
+    if bias_u is None and bias_v is None:
+        return q, q
+    q_u = q if bias_u is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    q_v = q if bias_v is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    BD = configs.block_of_head(D)
+    BM = configs.ELEMENTS_ADDED // BD
+    with gpu.current(q.device):
+        add_biases_kernel[(triton.cdiv(L, BM) * B * H,)](
+            _view(q),
+            compact(bias_u),
+            compact(bias_v),
+            _view(q_u),
+            _view(q_v),
+            H,
+            L,
+            D=D,
+            BD=BD,
+            HAS_U=bias_u is not None,
+            HAS_V=bias_v is not None,
+            BM=BM,
+            **_FUSED,
+        )
+    return q_u, q_v
+
+
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """out [B, H, L, D], lse [B, H, L]."""
     q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
@@ -195,10 +225,10 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     p, constants = _problem(inputs, options)
 
     decode = L <= gpu.DECODE_QUERIES
-    if decode:
+    if decode:  # few queries: the kernel adds the biases itself
         q_u = q_v = _rows(q)
-    else:  # outside the kernel: tiles that come from memory unchanged need no registers
-        q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
+    else:
+        q_u, q_v = _with_biases(q, bias_u, bias_v)
         bias_u = bias_v = None
 
     split_keys = triton.cdiv(triton.cdiv(K, gpu.key_splits(inputs)), gpu.SPLIT_KEYS) * gpu.SPLIT_KEYS
@@ -246,10 +276,6 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _with_bias(q: Tensor, bias: Tensor | None) -> Tensor:
-    return _rows(q if bias is None else q + bias[:, None])
-
-
 def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
     """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
     q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
@@ -261,7 +287,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     p, constants = _problem(inputs, options)
     pairs = B * H * L * K
 
-    q_u, q_v = _with_bias(q, bias_u), _with_bias(q, bias_v)
+    q_u, q_v = _with_biases(q, bias_u, bias_v)
     tensors = (
         *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
         compact(key_range),

@@ -127,6 +127,9 @@ _AMD_FLOAT32 = {kernel: {256: [Tile(32, 32, 4, 1)]} for kernel in KERNELS}
 _AMD_FLOAT32["decode"] = {64: [Tile(16, 32, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 
 
+# Of a tile of q to which both biases are added: four loads of 16 bytes for each of 128 threads.
+ELEMENTS_ADDED = 4096
+
 # What a step costs Triton's interpreter hardly depends on the size of its tiles.
 _INTERPRETED = Tile(64, 64, 4, 1)
 
