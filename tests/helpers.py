@@ -275,7 +275,7 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         # a softmax is nearly one-hot, and its sums, which the biases get, cancel: the rounding of out, which
         # backward is given, remains.
         lucky = norm < 1e-6 or (few and g.numel() < 32)
-        rounded = torch.finfo(dtype).eps if few else torch.finfo(dtype).eps / 2 if "bias" in name else 0.0
+        rounded = torch.finfo(dtype).eps if few or "bias" in name else 0.0
         cancelled = floor if lucky else 4 * slack * accumulated + rounded
         assert mean <= max((slack * RELATIVE[dtype] + relative) * norm + cancelled, 2 * plain_mean), (
             f"{name}: mean error {mean:.3g} where values are {norm:.3g}, plain {dtype} makes {plain_mean:.3g}"

@@ -3,8 +3,8 @@
 TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/cuda_emulation/): then the
 backend serves tensors on the CPU, slowly, every access to memory checked.
 
-TXL_CUDA_WARPGROUPS=1, or WARPGROUPS = True in this module: on sm_90, forward by wgmma where there is a kernel
-with it (bfloat16 and float16, D up to 128, more than 16 queries). Not the default: not measured on a GPU yet.
+On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
+than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from txl_kernels import gpu
 from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, nothing, run_backward
 
 NAME = "cuda"
-WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS") == "1"
-
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
+# Emulated, both ways are to be tested, and mma.sync's is most of the code.
+WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS", "0" if _EMULATION else "1") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
@@ -33,6 +33,9 @@ _FLOAT32_HEAD = 128
 # Every GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
+
+# Blocks of few queries that shared memory has room for, D 64 or 128.
+_AT_ONCE = 6
 
 _loaded = False
 
@@ -70,7 +73,7 @@ def details() -> dict[str, str]:
     """What the kernels were compiled for."""
     return {
         "targets": torch.ops.txl_kernels.cuda_targets(),
-        "warpgroups": "on, on sm_90" if WARPGROUPS else "off",
+        "warpgroups": "on sm_90" if WARPGROUPS else "off",
     }
 
 
@@ -104,7 +107,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     gpu.check_sizes(NAME, inputs)
     q, (B, H, L, D) = inputs.q, inputs.q.shape
     out, lse = new_results(q)
-    splits = gpu.key_splits(inputs)
+    splits = gpu.key_splits(inputs, _AT_ONCE if L <= gpu.DECODE_QUERIES else 4)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
     warpgroups = WARPGROUPS and has_warpgroups(q.device)
     with gpu.current(q.device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 
@@ -15,6 +16,7 @@ SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors; 1 of a CPU."""
     if device.type == "cpu":
@@ -27,12 +29,22 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
-def key_splits(inputs: Inputs) -> int:
+def key_splits(inputs: Inputs, at_once: int = 4) -> int:
     """Into how many splits the keys are shared out: more than one where blocks of queries are too few for the
-    GPU."""
+    GPU, or where so many of one query would leave much of it idle at the end.
+
+    at_once: blocks that a multiprocessor works on at a time.
+    """
     B, H, L, _ = inputs.q.shape
-    blocks = -(-L // (DECODE_QUERIES if L <= DECODE_QUERIES else 64)) * B * H
-    return max(1, min(4 * processors(inputs.q.device) // blocks, -(-inputs.k.shape[2] // SPLIT_KEYS)))
+    K = inputs.k.shape[2]
+    decode = L <= DECODE_QUERIES
+    blocks, slots = -(-L // (DECODE_QUERIES if decode else 64)) * B * H, at_once * processors(inputs.q.device)
+    splits = min(max(1, slots // blocks), -(-K // SPLIT_KEYS))
+    if decode and splits == 1 and K >= 8 * SPLIT_KEYS:
+        # Rounds of the GPU over its blocks; merging costs a few percent.
+        splits = min((1, 2, 3, 4), key=lambda n: -(-blocks * n // slots) / n * (1 if n == 1 else 1.05))
+    # As many as have keys: each but the last has a multiple of 64.
+    return max(1, -(-K // max(64, -(-K // splits // 64) * 64)))
 
 
 def check_sizes(backend: str, inputs: Inputs) -> None:

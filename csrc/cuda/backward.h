@@ -27,7 +27,7 @@ struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
   // dq of float32 has sums of its own beside every accumulator, and operands that are split: it takes fewer.
-  static constexpr int kDqKeys = kWide || !is_half<E> ? 16 : 32;
+  static constexpr int kDqKeys = kWide || !is_half<E> ? 16 : kNarrow ? 64 : 32;
   static constexpr int kDqHeld = kNarrow ? 3 : kDqKeys == 32 ? 2 : 1;
   using Dq = DqKernel<E, kHead, kDqKeys, kDqHeld, kDropout>;
   using DkDv = DkDvKernel<E, kHead, (kWide ? 32 : 64), kNarrow, kDropout>;

@@ -44,13 +44,13 @@ TXL_DEVICE QueryTiles query_tiles(const Problem& p, Range batch, int64_t j0) {
 template <typename E, int kHead, int BN, bool kHeld, bool kDropout>
 struct DkDvKernel {
   using Params = BackwardParams;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, BM = 32;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, BM = kHeld && is_half<E> ? 64 : 32;
   static constexpr int kSteps = kHead / kStep<E>, kQueryTiles = BM / 8;
   // Where there are fewer than 64 keys, warps with the same ones share out the channels of dk and dv.
   static constexpr int kKeyGroups = BN / 16;
   static constexpr int kChannels = kHead * kKeyGroups / kWarps, kOwnTiles = kChannels / 8;
   // n8 tiles of queries at a time: fewer need fewer registers.
-  static constexpr int kTogether = kHeld ? kQueryTiles : 2;
+  static constexpr int kTogether = kHeld ? 4 : 2;
   static constexpr int kChunks = (BM + BN) / BM;  // of BM rows of r
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
 
@@ -79,6 +79,10 @@ struct DkDvKernel {
   float dk[kOwnTiles][4], dv[kOwnTiles][4];
   float ds_sum[4];  // of the lane's keys, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
+  using TileCopier = Copier<kThreads, Rows<E, kHead>>;
+  using Copied = typename TileCopier::Rows;
+  TileCopier copier;
+  Copied q_u_rows, q_v_rows, dout_rows, r_rows;
 
   TXL_DEVICE explicit DkDvKernel(const Params& x)
       : params(x),
@@ -96,7 +100,12 @@ struct DkDvKernel {
         dk{},
         dv{},
         ds_sum{},
-        base(shared_base()) {}
+        base(shared_base()),
+        copier(p),
+        q_u_rows(copier.rows(x.w.q_u, b, h)),
+        q_v_rows(copier.rows(x.w.q_v, b, h)),
+        dout_rows(copier.rows(t.dout, b, h)),
+        r_rows(copier.rows(t.r, 0, h)) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.K + BN - 1) / BN); }
 
@@ -146,8 +155,8 @@ struct DkDvKernel {
 
   TXL_DEVICE void load_keys() {
     const auto key = [&](int n) { return mask.key(j0 + n); };
-    copy_rows<kThreads>(k_tile(), 0, Source<E>(t.k, b, h, p), BN, key);
-    copy_rows<kThreads>(v_tile(), 0, Source<E>(t.v, b, h, p), BN, key);
+    copy_rows<kThreads, BN>(k_tile(), t.k, b, h, p, key);
+    copy_rows<kThreads, BN>(v_tile(), t.v, b, h, p, key);
     if constexpr (kHeld) {
       commit_copies();
       wait_copies<0>();
@@ -175,13 +184,13 @@ struct DkDvKernel {
 
   // Starts to copy q + v, and the rows of r that the tile before has not brought.
   TXL_DEVICE void copy_position(int i0) {
-    copy_rows<kThreads>(q_v(), 0, params.template query_rows<E>(params.w.q_v, opaque(b), h), BM,
-                        [&](int y) { return mask.query(i0 + y); });
+    copy_queries(q_v(), q_v_rows, i0);
     const int new_chunks = follows_band(i0) ? 1 : kChunks;
     for (int chunk = 0; chunk < new_chunks; ++chunk) {
       const int c = lowest_row - i0 + chunk * BM;
-      copy_rows<kThreads>(ring(), ring_row(i0, chunk * BM), Source<E>(t.r, 0, opaque(h), p), BM,
-                          [&](int n) { return RowOf{p.r_row(c + n), true}; });
+      copier.template copy<BM>(ring(), ring_row(i0, chunk * BM), r_rows,
+                               c >= 0 && c + BM <= static_cast<int>(p.N), c,
+                               [&](int n) { return RowOf{p.r_row(c + n), true}; });
     }
   }
 
@@ -193,10 +202,13 @@ struct DkDvKernel {
   }
 
   TXL_DEVICE void copy_queries(int i0) {
-    const auto query = [&](int y) { return mask.query(i0 + y); };
-    copy_rows<kThreads>(q_u(), 0, params.template query_rows<E>(params.w.q_u, opaque(b), h), BM, query);
-    copy_rows<kThreads>(dout(), 0, Source<E>(t.dout, opaque(b), h, p), BM, query);
+    copy_queries(q_u(), q_u_rows, i0);
+    copy_queries(dout(), dout_rows, i0);
     copy_statistics<BM>(base + kStatisticsAt, params.queries(b, h), i0, p.L);
+  }
+
+  TXL_DEVICE void copy_queries(Rows<E, kHead> to, const Copied& from, int i0) const {
+    copier.template copy<BM>(to, 0, from, i0 + BM <= mask.L, i0, [&](int y) { return mask.query(i0 + y); });
   }
 
   TXL_DEVICE Statistics statistics(int y) const {
@@ -260,7 +272,8 @@ struct DkDvKernel {
         const Statistics of_query = statistics(query(first + n, y));
         for (int x = y; x < 4; x += 2) {
           const bool seen = !kMasked || sees(i0, first + n, x), kept = !kDropout || is_kept(first + n, x);
-          const float weight = seen ? exp2_fast(ds[n][x] * params.scale.scores - of_query.lse) : 0.0f;
+          const float weight =
+              seen ? probability(multiply_add(ds[n][x], params.scale.scores, -of_query.lse)) : 0.0f;
           const float of_weight = kept ? kDropout ? dp[n][x] * params.scale.kept : dp[n][x] : 0.0f;
           dp[n][x] = kept ? weight : 0.0f;
           ds[n][x] = seen ? weight * (of_weight - of_query.delta) : 0.0f;  // unseen, it may hold NaN

@@ -43,7 +43,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   float acc[kHeadTiles][4];  // dq, without the clamped pairs' position part
 
   TXL_DEVICE explicit DqKernel(const Params& x)
-      : Block(x.p, 1, x.p.K),
+      : Block(x.p, x.t, 1, x.p.K),
         params(x),
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
@@ -66,12 +66,12 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   TXL_DEVICE void collect() {
     if (tiles.begin < tiles.end) {
       load_queries();
-      copy_tile(t, tiles.begin);
+      copy_tile(tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
       this->wait_tile();
       base = opaque(base);
-      if (j0 + BN < tiles.end) copy_tile(t, j0 + BN);
+      if (j0 + BN < tiles.end) copy_tile(j0 + BN);
       if (is_far(j0))
         add_tile<true, false>(j0);
       else if (is_edge(j0))
@@ -86,9 +86,9 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   TXL_DEVICE void load_queries() {
     const auto row = [&](int y) { return mask.query(i0 + y); };
-    copy_rows<kThreads>(query_rows(0), 0, params.template query_rows<E>(params.w.q_u, b, h), BM, row);
-    copy_rows<kThreads>(query_rows(1), 0, params.template query_rows<E>(params.w.q_v, b, h), BM, row);
-    copy_rows<kThreads>(query_rows(2), 0, Source<E>(t.dout, b, h, p), BM, row);
+    copy_rows<kThreads, BM>(query_rows(0), params.w.q_u, b, h, p, row);
+    copy_rows<kThreads, BM>(query_rows(1), params.w.q_v, b, h, p, row);
+    copy_rows<kThreads, BM>(query_rows(2), t.dout, b, h, p, row);
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -114,7 +114,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) {
         const float gradient =
-            exp2_fast(ds[n][x] * params.scale.scores - lse[x / 2]) * (dp[n][x] - delta[x / 2]);
+            probability(multiply_add(ds[n][x], params.scale.scores, -lse[x / 2])) * (dp[n][x] - delta[x / 2]);
         // A pair that is not seen may hold NaN.
         ds[n][x] = !kEdge || mask.sees(i + x / 2 * 8, j + 8 * n + x % 2) ? gradient : 0.0f;
       }
@@ -297,7 +297,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   // What the block's clamped pairs add to the first and the last row of dr, and behind it to their sum of dS.
   TXL_DEVICE void store_clamped() {
-    const Source<E> q_v = params.template query_rows<E>(params.w.q_v, b, h);
+    const Source<E> q_v(params.w.q_v, b, h, p);
     const int width = 2 * (static_cast<int>(p.D) + 1), exist = smaller(BM, mask.L - i0);
     const int64_t part = (static_cast<int64_t>(b) * p.H + h) * Block::blocks_of_head(p) + i0 / BM;
     for (int w = thread_index(); w < width; w += kThreads) {

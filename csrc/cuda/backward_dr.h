@@ -70,6 +70,9 @@ struct DrKernel {
   float dr[kHeadTiles][4];
   float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
+  using TileCopier = Copier<kThreads, Rows<E, kHead>>;
+  using Copied = typename TileCopier::Rows;
+  TileCopier copier;
 
   // Of a batch entry:
   struct Entry {
@@ -77,12 +80,18 @@ struct DrKernel {
     Mask mask;
     RowTiles tiles;
     int first_key;  // of query 0 and the block's first row
+    Copied q_u, q_v, dout, k, v;
 
-    TXL_DEVICE Entry(const Params& x, int b_, int c0)
+    TXL_DEVICE Entry(const DrKernel& block, int b_)
         : b(b_),
-          mask(x.p, x.p.keys_of_batch(b)),
-          tiles(queries_of_rows<BM, BN>(x.p, {mask.lo, mask.hi}, c0)),
-          first_key(static_cast<int>(x.p.key(0, c0))) {}
+          mask(block.p, block.p.keys_of_batch(b)),
+          tiles(queries_of_rows<BM, BN>(block.p, {mask.lo, mask.hi}, block.c0)),
+          first_key(static_cast<int>(block.p.key(0, block.c0))),
+          q_u(block.copier.rows(block.params.w.q_u, b, block.h)),
+          q_v(block.copier.rows(block.params.w.q_v, b, block.h)),
+          dout(block.copier.rows(block.t.dout, b, block.h)),
+          k(block.copier.rows(block.t.k, b, block.h)),
+          v(block.copier.rows(block.t.v, b, block.h)) {}
 
     TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.all_lo || i0 >= tiles.all_hi; }
   };
@@ -98,7 +107,8 @@ struct DrKernel {
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
         dr{},
         ds_sum{},
-        base(shared_base()) {}
+        base(shared_base()),
+        copier(p) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
@@ -117,7 +127,7 @@ struct DrKernel {
     if (params.clamps && split == 0) add_clamped();
     const int entries = static_cast<int>(params.w.entries),
               end = smaller((split + 1) * entries, static_cast<int>(p.B));
-    for (int b = split * entries; b < end; ++b) add_entry(Entry(params, b, c0));
+    for (int b = split * entries; b < end; ++b) add_entry(Entry(*this, b));
     store();
   }
 
@@ -148,8 +158,7 @@ struct DrKernel {
   // ---- Loads ----
 
   TXL_DEVICE void load_rows() {
-    copy_rows<kThreads>(r_tile(), 0, Source<E>(t.r, 0, h, p), BN,
-                        [&](int n) { return RowOf{c0 + n, c0 + n < p.N}; });
+    copy_rows<kThreads, BN>(r_tile(), t.r, 0, h, p, [&](int n) { return RowOf{c0 + n, c0 + n < p.N}; });
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -190,27 +199,27 @@ struct DrKernel {
     return (chunk < kChunks ? chunk : chunk - kChunks) * BM + x % BM;
   }
 
-  TXL_DEVICE Source<E> query_rows(void* data, int b) const {
-    return params.template query_rows<E>(data, opaque(b), h);
+  TXL_DEVICE void copy_queries(Rows<E, kHead> to, const Copied& from, const Entry& entry, int i0) const {
+    copier.template copy<BM>(to, 0, from, i0 + BM <= entry.mask.L, i0,
+                             [&](int y) { return entry.mask.query(i0 + y); });
   }
 
   // Starts to copy q + u and dO, and the keys and values that the tile before has not brought.
   TXL_DEVICE void copy_banded(const Entry& entry, int i0) {
-    const auto query = [&](int y) { return entry.mask.query(i0 + y); };
-    copy_rows<kThreads>(q_u(), 0, query_rows(params.w.q_u, entry.b), BM, query);
-    copy_rows<kThreads>(dout(), 0, Source<E>(t.dout, opaque(entry.b), h, p), BM, query);
-    const Source<E> k_rows(t.k, opaque(entry.b), h, p), v_rows(t.v, opaque(entry.b), h, p);
+    copy_queries(q_u(), entry.q_u, entry, i0);
+    copy_queries(dout(), entry.dout, entry, i0);
     for (int chunk = i0 > entry.tiles.begin ? kChunks - 1 : 0; chunk < kChunks; ++chunk) {
       const int j0 = entry.first_key + i0 + chunk * BM;
       const auto key = [&](int n) { return entry.mask.key(j0 + n); };
-      copy_rows<kThreads>(k_ring(), ring_row(i0, chunk * BM), k_rows, BM, key);
-      copy_rows<kThreads>(v_ring(), ring_row(i0, chunk * BM), v_rows, BM, key);
+      const bool whole = entry.mask.has_keys(j0, BM);
+      const int to = ring_row(i0, chunk * BM);
+      copier.template copy<BM>(k_ring(), to, entry.k, whole, j0, key);
+      copier.template copy<BM>(v_ring(), to, entry.v, whole, j0, key);
     }
   }
 
   TXL_DEVICE void copy_plain(const Entry& entry, int i0) {
-    copy_rows<kThreads>(q_v(), 0, query_rows(params.w.q_v, entry.b), BM,
-                        [&](int y) { return entry.mask.query(i0 + y); });
+    copy_queries(q_v(), entry.q_v, entry, i0);
     copy_statistics<BM>(base + kStatisticsAt, params.queries(entry.b, h), i0, p.L);
   }
 
@@ -262,7 +271,7 @@ struct DrKernel {
         const Statistics of_query =
             load_shared<Statistics>(base + kStatisticsAt + static_cast<uint32_t>(query(first + n, y)) * 16);
         for (int x = y; x < 4; x += 2) {
-          const float weight = exp2_fast(ds[n][x] * params.scale.scores - of_query.lse);
+          const float weight = probability(multiply_add(ds[n][x], params.scale.scores, -of_query.lse));
           float dp = dout_v().template read<1>(first + n, x, own_row());
           if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * params.scale.kept : 0.0f;
           // A pair that is not seen may hold NaN.

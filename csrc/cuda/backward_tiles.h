@@ -27,14 +27,13 @@ struct Workspace {
   static constexpr int kKeys = 32, kRows = 64, kQueries = 64;  // no block has fewer of each
 
   Statistics* queries;  // [B, H, L]
-  void *q_u, *q_v;      // [B, H, L, row]
+  View q_u, q_v;        // [B, H, L, row], row: D, filled up to whole pieces
   // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. Parts
   // [B, H, blocks of queries, 2, D + 1] and their sums [H, 2, D + 1]; none if no pair is clamped.
   float *clamped_parts, *clamped;
   float* du_parts;       // [B, H, blocks of keys, D]
   float* dv_bias_parts;  // [splits, H, blocks of rows, D]
   float* dr_parts;       // [splits, H, N, D], of more than one split
-  int64_t row;           // elements
   int splits;            // shares of the batch that have a dr of their own, for there are few rows of r
   int64_t entries;       // of the batch in a split
   int64_t floats = 0;
@@ -50,10 +49,12 @@ struct Workspace {
     const int64_t wanted = up(256, larger<int64_t>(up(p.N, kRows) * p.H, 1));
     entries = up(p.B, larger<int64_t>(smaller(wanted, p.B), 1));
     splits = static_cast<int>(p.B ? up(p.B, entries) : 1);
-    row = up(p.D, 8) * 8;
+    const int64_t row = up(p.D, 8) * 8;
+    const auto take_queries = [&] {
+      return View{take(heads * p.L * row * element_bytes / 4), p.H * p.L * row, p.L * row, row, true};
+    };
     queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
-    q_u = take(heads * p.L * row * element_bytes / 4);
-    q_v = take(heads * p.L * row * element_bytes / 4);
+    q_u = take_queries(), q_v = take_queries();
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
     clamped_parts = take(heads * up(p.L, kQueries) * ends);
     clamped = take(p.H * ends);
@@ -75,17 +76,13 @@ struct BackwardParams {
   Scales scale;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
-
-  // Rows of w.q_u or w.q_v.
-  template <typename E>
-  TXL_DEVICE Source<E> query_rows(void* data, int b, int h) const {
-    Source<E> rows({data, p.H * p.L * w.row, p.L * w.row, w.row, true}, b, h, p);
-    rows.D = static_cast<int>(w.row);
-    return rows;
-  }
 };
 
 // ---- Products ----
+
+// exp2 of a score less its query's lse, which is at least as large: of huge ones the rounding errors are
+// huge, too, of either sign.
+TXL_DEVICE float probability(float log) { return exp2_fast(at_most_0(log)); }
 
 TXL_DEVICE float finite(float x) { return x - x == 0 ? x : 0.0f; }
 
@@ -114,30 +111,6 @@ TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&
     for (int y = 0; y < 2; ++y)
       store_pair<E>(to.at(row + lane() / 4 + 8 * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
                     acc[d][2 * y + 1] * factor);
-}
-
-// Rows in shared memory become the tensor's from `first` on, as many as it has. All threads of the block take
-// part.
-template <int kHead, int kThreads, typename E>
-TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
-  count = static_cast<int>(smaller<int64_t>(count, end - first));
-  E* const data = const_cast<E*>(to.data) + first * to.row;
-  if (to.wide) {
-    constexpr int kPieces = kHead / kPiece<E>;
-    TXL_NO_UNROLL_GPU
-    for (int place = thread_index(); place < count * kPieces; place += kThreads) {
-      const int n = place / kPieces, channel = place % kPieces * kPiece<E>;
-      if (channel < to.D)
-        store_global(reinterpret_cast<uint4*>(data + n * to.row + channel),
-                     load_shared<uint4>(from.at(n, channel)));
-    }
-  } else {
-    TXL_NO_UNROLL_GPU
-    for (int place = thread_index(); place < count * kHead; place += kThreads) {
-      const int n = place / kHead, channel = place % kHead;
-      if (channel < to.D) store_global(data + n * to.row + channel, load_shared<E>(from.at(n, channel)));
-    }
-  }
 }
 
 // ---- Tiles whose columns are queries ----
@@ -227,20 +200,23 @@ struct PrepareKernel {
     const int64_t i = exists ? row % p.L : 0;
     const int h = exists ? static_cast<int>(row / p.L % p.H) : 0;
     const int b = exists ? static_cast<int>(row / p.L / p.H) : 0;
-    const Piece q = load(t.q, b, h, i, channel, p);
-    const Piece u = load(t.bias_u, 0, h, 0, channel, p), v = load(t.bias_v, 0, h, 0, channel, p);
-    const Piece out = load(t.out, b, h, i, channel, p), dout = load(t.dout, b, h, i, channel, p);
-    const Piece r_first = load(t.r, 0, h, 0, channel, p), r_last = load(t.r, 0, h, p.N - 1, channel, p);
+    using Numbers = Piece<E>;
+    const auto q = Numbers::load(t.q, b, h, i, channel, p);
+    const auto u = Numbers::load(t.bias_u, 0, h, 0, channel, p),
+               v = Numbers::load(t.bias_v, 0, h, 0, channel, p);
+    const auto out = Numbers::load(t.out, b, h, i, channel, p),
+               dout = Numbers::load(t.dout, b, h, i, channel, p);
+    const auto r_first = Numbers::load(t.r, 0, h, 0, channel, p),
+               r_last = Numbers::load(t.r, 0, h, p.N - 1, channel, p);
 
-    Stored q_u, q_v;
+    const auto q_u = q.plus(u, x.scale.sign), q_v = q.plus(v, x.scale.sign);
+    const auto rounded = Numbers::of(q_v);
     float delta = 0, first = 0, last = 0;
     TXL_UNROLL_GPU
     for (int d = 0; d < kChannels; ++d) {
-      q_u.x[d] = from_float<E>(x.scale.sign * (q.x[d] + u.x[d]));
-      q_v.x[d] = from_float<E>(x.scale.sign * (q.x[d] + v.x[d]));
       delta += dout.x[d] * out.x[d];
-      first += to_float(q_v.x[d]) * r_first.x[d];
-      last += to_float(q_v.x[d]) * r_last.x[d];
+      first += rounded.x[d] * r_first.x[d];
+      last += rounded.x[d] * r_last.x[d];
     }
     for (int mask = 1; mask < kPieces; mask *= 2) {
       delta += shuffle_xor(delta, mask);
@@ -248,39 +224,12 @@ struct PrepareKernel {
       last += shuffle_xor(last, mask);
     }
     if (!exists) return;
-    if (channel < x.w.row) {
-      const int64_t at = (row * x.w.row + channel) / kChannels;
-      store_global(static_cast<Stored*>(x.w.q_u) + at, q_u);
-      store_global(static_cast<Stored*>(x.w.q_v) + at, q_v);
+    if (channel < p.D) {
+      store_global(reinterpret_cast<uint4*>(x.w.q_u.at<E>(0, 0, row) + channel), q_u);
+      store_global(reinterpret_cast<uint4*>(x.w.q_v.at<E>(0, 0, row) + channel), q_v);
     }
     const float lse = load_global(static_cast<const float*>(t.lse) + row) * kLog2e;
     if (channel == 0) store_global(x.w.queries + row, Statistics{lse, delta, first, last});
-  }
-
- private:
-  struct Piece {
-    float x[kChannels];
-  };
-  struct alignas(16) Stored {
-    E x[kChannels];
-  };
-
-  // Zeros beyond D, and if there is no such tensor.
-  static TXL_DEVICE Piece load(const View& view, int b, int h, int64_t i, int channel, const Problem& p) {
-    Piece y{};
-    if (!view.data || channel >= p.D) return y;
-    const Source<E> source(view, b, h, p);
-    const E* from = source.data + i * source.row + channel;
-    if (source.wide) {
-      const auto stored = bits<Stored>(load_global(reinterpret_cast<const uint4*>(from)));
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kChannels; ++n) y.x[n] = to_float(stored.x[n]);
-    } else {
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kChannels; ++n)
-        if (channel + n < p.D) y.x[n] = to_float(load_global(from + n));
-    }
-    return y;
   }
 };
 

@@ -346,6 +346,14 @@ TXL_DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Rounded once.
+TXL_DEVICE float multiply_add(float x, float y, float z) { return __fmaf_rn(x, y, z); }
+// NaN stays NaN.
+TXL_DEVICE float at_most_0(float x) {
+  float y;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
 // log2_fast(0) = -inf, and so for what is below the normal numbers.
 TXL_DEVICE float log2_fast(float x) {
   float y;
@@ -425,6 +433,9 @@ TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   static_assert(is_half<E>, "bf16 or f16");
   emulation::mma_half<is_bf16<E>>(d, a, b);
 }
+
+TXL_DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
+TXL_DEVICE float at_most_0(float x) { return x > 0 ? 0.0f : x; }
 
 template <typename E, bool kTransposed, bool kAdd, int kTiles>
 TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {

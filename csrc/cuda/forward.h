@@ -16,14 +16,15 @@ struct ForwardParams {
   const int64_t* dropout_seed;
   Scales scale;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
-  // [splits, B, H, L, D] without gaps, and behind it the largest score and the total [splits, B, H, L] each.
+  // [splits, B, H, L, D] without gaps, and behind it, [splits, B, H, L] each, the score that probabilities
+  // are relative to, to base 2, and their total.
   int splits;
   int64_t split_keys;
   float* parts;
 
   TXL_HD int64_t rows() const { return p.B * p.H * p.L; }
-  TXL_HD float* largest() const { return parts + splits * rows() * p.D; }
-  TXL_HD float* total() const { return largest() + splits * rows(); }
+  TXL_HD float* origin() const { return parts + splits * rows() * p.D; }
+  TXL_HD float* total() const { return origin() + splits * rows(); }
 };
 
 // Block: what computes the products of a tile: ForwardBlock, RowClassBlock or WarpgroupBlock. Its queries 0
@@ -46,18 +47,21 @@ struct ForwardKernel : private Block {
   const Forward& t;
   uint64_t seed;
   int lo[2], hi[2];  // keys that the lane's queries see
-  float largest[2], total[2], far_first[2], far_last[2];
+  float origin[2], total[2], far_first[2],
+      far_last[2];  // origin: the score that probabilities are relative to
+  bool huge[2];     // scores are
   float acc[kHeadTiles][4];
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
-      : Block(x.p, x.splits, x.split_keys),
+      : Block(x.p, x.t, x.splits, x.split_keys),
         params(x),
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
-        largest{-infinity(), -infinity()},
+        origin{-infinity(), -infinity()},
         total{},
         far_first{},
         far_last{},
+        huge{},
         acc{} {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane(y);
@@ -68,50 +72,68 @@ struct ForwardKernel : private Block {
 
   TXL_DEVICE void attend() {
     if (tiles.begin < tiles.end) {
+      // The first tile comes together with the queries, unless they or the far terms lie where it will.
+      const bool together = Block::kAllQueries <= Block::kTilesAt && !has_far_tiles();
+      if (together) start();
       load_queries();
-      load_far_terms();
-      this->begin_copies();
-      copy_tile(params.t, tiles.begin);
+      if (!together) load_far_terms(), start();
     }
-    for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
-      this->wait_tile();
-      if (j0 + BN < tiles.end) copy_tile(params.t, j0 + BN);
-      if (is_far(j0))
-        add_tile<true, false>(j0);
-      else if (is_masked(j0))
-        add_tile<false, true>(j0);
-      else
-        add_tile<false, false>(j0);
+    for (int j0 = tiles.begin; j0 < tiles.end;) {
+      if (is_far(j0)) {
+        add_tile<true, false>(j0), j0 += BN;
+      } else if (is_masked(j0)) {
+        add_tile<false, true>(j0), j0 += BN;
+      } else {  // nearly all tiles, in a loop of their own
+        for (const int end = smaller(tiles.far_last, tiles.all_hi); j0 < end; j0 += BN)
+          add_tile<false, false>(j0);
+      }
     }
     store();
   }
 
-  // ---- Loads ----
-
-  TXL_DEVICE float bias(const View& x, int d) const {
-    return x.data ? to_float(load_global(x.at<const E>(0, h, 0) + d)) : 0.0f;
+  TXL_DEVICE void start() {
+    this->begin_copies();
+    copy_tile(tiles.begin);
   }
 
-  // q + u and q + v, rounded as the operands of a product must be.
+  // ---- Loads ----
+
+  // q + u and q + v, rounded as the operands of a product must be. q comes where q + v will be.
   TXL_DEVICE void load_queries() {
-    for (int x = thread_index(); x < BM * kHead; x += kThreads) {
-      const int y = x / kHead, d = x % kHead, place = Block::place_of_query(y);
-      const bool valid = i0 + y < p.L && d < p.D;
-      const float q = valid ? to_float(load_global(t.q.at<const E>(b, h, i0 + y) + d)) : 0.0f;
-      store_shared(query_rows(0).at(place, d),
-                   from_float<E>(valid ? params.scale.sign * (q + bias(t.bias_u, d)) : 0.0f));
-      store_shared(query_rows(1).at(place, d),
-                   from_float<E>(valid ? params.scale.sign * (q + bias(t.bias_v, d)) : 0.0f));
+    copy_rows<kThreads, BM>(query_rows(1), t.q, b, h, p,
+                            [&](int n) { return mask.query(i0 + Block::query_at(n)); });
+    commit_copies();
+    using Numbers = Piece<E>;
+    constexpr int kPieces = kHead / Numbers::kChannels;
+    const int thread = thread_index();
+    const auto piece_of = [&](const View& x, int d) { return Numbers::load(x, 0, h, 0, d, p); };
+    constexpr bool kSameColumn = kThreads % kPieces == 0;  // one load of each bias
+    int d = thread % kPieces * Numbers::kChannels;
+    auto u = piece_of(t.bias_u, d), v = piece_of(t.bias_v, d);
+    wait_copies<0>();
+    sync_threads();
+    TXL_UNROLL_GPU
+    for (int x = thread; x < BM * kPieces; x += kThreads) {
+      if (!kSameColumn && x != thread) {
+        d = x % kPieces * Numbers::kChannels;
+        u = piece_of(t.bias_u, d), v = piece_of(t.bias_v, d);
+      }
+      const uint32_t at_u = query_rows(0).at(x / kPieces, d), at_v = query_rows(1).at(x / kPieces, d);
+      const auto q = Numbers::of(load_shared<uint4>(at_v));
+      store_shared(at_u, q.plus(u, params.scale.sign));
+      store_shared(at_v, q.plus(v, params.scale.sign));
     }
     sync_threads();
     this->hold_queries();
   }
 
+  TXL_DEVICE bool has_far_tiles() const { return tiles.all_lo < tiles.near || tiles.far_last < tiles.all_hi; }
+
   // (q + v) . r at the two ends of r, by a product with 16 rows that repeat the first or the last.
   TXL_DEVICE void load_far_terms() {
-    if (tiles.all_lo == tiles.near && tiles.far_last == tiles.all_hi) return;
-    copy_rows<kThreads>(ring(), 0, Source<E>(t.r, 0, h, p), 32,
-                        [&](int n) { return RowOf{n < 16 ? 0 : static_cast<int>(p.N) - 1, true}; });
+    if (!has_far_tiles()) return;
+    copy_rows<kThreads, 32>(ring(), t.r, 0, h, p,
+                            [&](int n) { return RowOf{n < 16 ? 0 : static_cast<int>(p.N) - 1, true}; });
     commit_copies();
     wait_copies<0>();
     sync_threads();
@@ -125,6 +147,8 @@ struct ForwardKernel : private Block {
 
   template <bool kFar, bool kMasked>
   TXL_DEVICE void add_tile(int j0) {
+    this->wait_tile();
+    if (j0 + BN < tiles.end) copy_tile(j0 + BN);
     float score[kKeyTiles][4];
     if constexpr (kFar) {
       TXL_UNROLL_GPU
@@ -151,29 +175,55 @@ struct ForwardKernel : private Block {
     return j >= lo[x / 2] && j < hi[x / 2];
   }
 
-  // A step of online softmax: scores become probabilities that lack the division by their sum.
+  // A step of online softmax: scores become probabilities that lack the division by their sum. What they are
+  // relative to need not be the largest score so far, as long as none is more than 2^8 times as probable: so
+  // the sums are hardly ever scaled after the first tiles. (Dao and others, FlashAttention-4.)
   template <bool kMasked>
   TXL_DEVICE void softmax(float (&score)[kKeyTiles][4]) {
+    float top[2];
+    bool rises[2];
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
-      float top = -infinity();
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles; ++n) top = larger(top, larger(score[n][2 * y], score[n][2 * y + 1]));
-      for (int step = 1; step < 4; step *= 2) top = larger(top, shuffle_xor(top, step));
-      top = larger(largest[y], top * params.scale.scores);
-      // So far a query may have seen nothing: -inf - -inf would be NaN.
-      const float base = kMasked && top == -infinity() ? 0.0f : top;
-      const float decay = exp2_fast(largest[y] - base);
-      largest[y] = top;
-      float sum = 0;
+      top[y] = -infinity();
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
-        for (int x = 2 * y; x < 2 * y + 2; ++x)
-          sum += score[n][x] = exp2_fast(score[n][x] * params.scale.scores - base);
-      total[y] = total[y] * decay + sum;  // of the lane's own keys; summed up over lanes at the end
-      TXL_UNROLL_GPU
-      for (int d = 0; d < kHeadTiles; ++d) acc[d][2 * y] *= decay, acc[d][2 * y + 1] *= decay;
+        top[y] = larger(top[y], larger(score[n][2 * y], score[n][2 * y + 1]));
+      for (int step = 1; step < 4; step *= 2) top[y] = larger(top[y], shuffle_xor(top[y], step));
+      rises[y] = (top[y] - origin[y]) * params.scale.scores > 8;  // not if both are -inf
     }
+    if (any(rises[0] | rises[1])) {
+      TXL_UNROLL_GPU
+      for (int y = 0; y < 2; ++y) {
+        const float decay = rises[y] ? exp2_fast((origin[y] - top[y]) * params.scale.scores) : 1.0f;
+        if (rises[y]) origin[y] = top[y];
+        // Of a huge product the rounding error is huge, and exp2 of it anything.
+        huge[y] = magnitude(origin[y]) * params.scale.scores > 1 << 20;
+        total[y] *= decay;
+        TXL_UNROLL_GPU
+        for (int d = 0; d < kHeadTiles; ++d) acc[d][2 * y] *= decay, acc[d][2 * y + 1] *= decay;
+      }
+    }
+    TXL_UNROLL_GPU
+    for (int y = 0; y < 2; ++y) {
+      // So far a query may have seen nothing: -inf - -inf would be NaN.
+      float from = kMasked && origin[y] == -infinity() ? 0.0f : origin[y];
+      const float scaled = from * params.scale.scores;
+      if (huge[y]) {
+        from = opaque(from);  // or the compiler computes both
+        TXL_UNROLL_GPU
+        for (int n = 0; n < kKeyTiles; ++n)
+          for (int x = 2 * y; x < 2 * y + 2; ++x) score[n][x] = (score[n][x] - from) * params.scale.scores;
+      } else {
+        TXL_UNROLL_GPU
+        for (int n = 0; n < kKeyTiles; ++n)
+          for (int x = 2 * y; x < 2 * y + 2; ++x)
+            score[n][x] = multiply_add(score[n][x], params.scale.scores, -scaled);
+      }
+    }
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n)
+      for (int x = 0; x < 4; ++x)
+        total[x / 2] += score[n][x] = exp2_fast(score[n][x]);  // the lane's own; over lanes at the end
   }
 
   TXL_DEVICE void drop(float (&weight)[kKeyTiles][4], int j0) {
@@ -185,36 +235,45 @@ struct ForwardKernel : private Block {
   }
 
   TXL_DEVICE void store() {
+    const bool whole = params.splits == 1;
     const int64_t split = block_index() / Block::blocks_of_head(p) % params.splits;
+    const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
+    const Rows<E, kHead> results{Block::base + Block::kTilesAt};
+    static_assert(BM * Rows<E, kHead>::kRowBytes <= Block::kUsed - Block::kTilesAt, "room for them");
+    if (whole) sync_threads();  // all are done with the tiles
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
-      const int64_t i = i0 + row_of_lane(y);
-      if (i >= p.L) continue;
+      const int of_block = row_of_lane(y), i = i0 + of_block;
       const bool any_seen = lo[y] < hi[y];
       if (any_seen && total[y] == 0) total[y] = nan();  // every score is -inf: no softmax exists
       const float factor = any_seen ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
+      float* const part = params.parts + row * p.D + column;
       TXL_UNROLL_GPU
-      for (int d = 0; d < kHeadTiles; ++d)
-        for (int x = 0; x < 2; ++x) {
-          const int channel = 8 * d + lane() % 4 * 2 + x;
-          const float value = any_seen ? acc[d][2 * y + x] * factor : 0.0f;
-          if (channel >= p.D) continue;
-          if (params.splits > 1)
-            store_global(params.parts + row * p.D + channel, value);
-          else
-            store_global(t.out.at<E>(b, h, i) + channel, from_float<E>(value));
+      for (int d = 0; d < kHeadTiles; ++d) {
+        float value[2];
+        for (int x = 0; x < 2; ++x) value[x] = any_seen ? acc[d][2 * y + x] * factor : 0.0f;
+        if (whole) {
+          store_pair<E>(results.at(of_block, 8 * d + column), value[0], value[1]);
+        } else {
+          for (int x = 0; x < 2; ++x)
+            if (i < p.L && 8 * d + x < limit) store_global(part + 8 * d + x, value[x]);
         }
-      if (lane() % 4 != 0) continue;
-      if (params.splits > 1) {
-        store_global(params.largest() + row, largest[y]);
-        store_global(params.total() + row, total[y]);
+      }
+      if (lane() % 4 != 0 || i >= p.L) continue;
+      if (whole) {
+        // The product is rounded, as the one that probabilities are relative to.
+        const float lse = (opaque(origin[y] * params.scale.scores) + log2_fast(total[y])) * kLn2;
+        store_global(static_cast<float*>(t.lse) + row, any_seen ? lse : -infinity());
       } else {
-        store_global(static_cast<float*>(t.lse) + row,
-                     any_seen ? (largest[y] + log2_fast(total[y])) * kLn2 : -infinity());
+        store_global(params.origin() + row, origin[y] * params.scale.scores);
+        store_global(params.total() + row, total[y]);
       }
     }
+    if (!whole) return;
+    sync_threads();
+    write_rows<kHead, kThreads>(results, BM, Source<E>(t.out, b, h, p), i0, p.L);
   }
 };
 
@@ -224,7 +283,7 @@ template <typename Block, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
 // out and lse of a query from its splits. A split that saw nothing has -inf and zeros. Far from zero the
-// difference of two lse would be far less precise than largest and total are.
+// difference of two lse would be far less precise than these two are.
 template <typename E>
 struct MergeKernel {
   using Params = ForwardParams<Forward>;
@@ -233,24 +292,27 @@ struct MergeKernel {
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
     const int64_t row = block_index(), rows = x.rows();
-    const auto largest_of = [&](int split) { return load_global(x.largest() + split * rows + row); };
     float largest = -infinity(), total = 0;
-    for (int split = 0; split < x.splits; ++split) largest = larger(largest, largest_of(split));
-    const float base = largest == -infinity() ? 0.0f : largest;
-    const auto weight = [&](int split) {
-      return exp2_fast(largest_of(split) - base) * load_global(x.total() + split * rows + row);
-    };
-    for (int split = 0; split < x.splits; ++split) total += weight(split);
+    const auto origin_of = [&](int split) { return load_global(x.origin() + split * rows + row); };
+    TXL_UNROLL_SOME_GPU  // so that loads are under way together
+        for (int split = 0; split < x.splits; ++split) largest = larger(largest, origin_of(split));
+    const float origin = largest == -infinity() ? 0.0f : largest;
     for (int d = thread_index(); d < p.D; d += kThreads) {
       float sum = 0;
-      for (int split = 0; split < x.splits; ++split)
-        sum += weight(split) * load_global(x.parts + (split * rows + row) * p.D + d);
+      total = 0;
+      TXL_UNROLL_SOME_GPU
+      for (int split = 0; split < x.splits; ++split) {
+        const float weight =
+            exp2_fast(origin_of(split) - origin) * load_global(x.total() + split * rows + row);
+        total += weight;
+        sum += weight * load_global(x.parts + (split * rows + row) * p.D + d);
+      }
       store_global(x.t.out.at<E>(row / p.L / p.H, row / p.L % p.H, row % p.L) + d,
                    from_float<E>(total == 0 ? 0.0f : sum / total));
     }
     if (thread_index() == 0)
       store_global(static_cast<float*>(x.t.lse) + row,
-                   total == 0 ? -infinity() : (base + log2_fast(total)) * kLn2);
+                   total == 0 ? -infinity() : (origin + log2_fast(total)) * kLn2);
   }
 };
 
@@ -258,16 +320,17 @@ struct MergeKernel {
 
 constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
-// For a class of head dimensions. float32, split into two, leaves no registers for queries.
-template <typename E, int kHead>
-constexpr int kForwardKeys = !is_half<E> || kHead > 128 ? 16
-                             : kHead > 64               ? 32
-                                                        : 64;
+// For a class of head dimensions. One warp alone waits for most of its time, so the tiles of decode are
+// small: shared memory has then room for twice as many blocks. float32, split into two, leaves no registers
+// for queries.
+template <typename E, int kHead, int kWarps>
+constexpr int kForwardKeys = !is_half<E> || kHead > 128 ? 16 : (kHead > 64 ? 32 : 64) / (kWarps == 1 ? 2 : 1);
 template <typename E, int kHead>
 constexpr int kForwardHeld = is_half<E> && kHead <= 128 ? 2 : 0;
 
 template <typename E, int kHead, int kWarps>
-struct ForwardBlock : QueryBlock<E, kHead, kForwardKeys<E, kHead>, kWarps, 2, kForwardHeld<E, kHead>> {
+struct ForwardBlock
+    : QueryBlock<E, kHead, kForwardKeys<E, kHead, kWarps>, kWarps, 2, kForwardHeld<E, kHead>> {
   using Base = typename ForwardBlock::QueryBlock;
   using Base::Base;
 };

@@ -56,12 +56,17 @@ struct QueryBlock {
   Mask mask;     // of the keys that the block goes over
   KeyTiles tiles;
   uint32_t base;  // of shared memory
+  using TileCopier = Copier<kThreads, Tile<BN>>;
+  using Copied = typename TileCopier::Rows;
+  TileCopier copier;
+  Copied k_rows, v_rows, r_rows;
   Fragment held[kHeld ? kHeld : 1][kSteps];
   float carry[2][4];  // the band's columns that the tile before left over
   uint32_t kept;      // by dropout: a bit for each of the lane's pairs of a group of 64 keys
 
-  // Each of `splits` blocks of the same queries goes over split_keys keys.
-  TXL_DEVICE QueryBlock(const Problem& problem, int splits, int64_t split_keys)
+  // Of t: k, v and r. Each of `splits` blocks of the same queries goes over split_keys keys.
+  template <typename Tensors>
+  TXL_DEVICE QueryBlock(const Problem& problem, const Tensors& t, int splits, int64_t split_keys)
       : p(problem),
         // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
         b(block_index() / blocks_of_head() / splits / static_cast<int>(p.H)),
@@ -69,21 +74,26 @@ struct QueryBlock {
         i0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BM),
         mask(p, share(p.keys_of_batch(b), block_index() / blocks_of_head() % splits, split_keys)),
         tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
-        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment) {}
+        base(opaque((shared_base() + kAlignment - 1) / kAlignment * kAlignment)),
+        copier(p),
+        k_rows(copier.rows(t.k, b, h)),
+        v_rows(copier.rows(t.v, b, h)),
+        r_rows(copier.rows(t.r, 0, h)) {}
 
-  TXL_DEVICE bool is_masked(int j0) const { return j0 < tiles.all_lo || j0 >= tiles.all_hi; }
+  TXL_DEVICE bool is_masked(int j0) const { return (j0 < tiles.all_lo) | (j0 >= tiles.all_hi); }
   TXL_DEVICE bool is_far(int j0) const {
-    return (j0 >= tiles.all_lo && j0 < tiles.near) || (j0 >= tiles.far_last && j0 < tiles.all_hi);
+    // Without jumps.
+    return ((j0 >= tiles.all_lo) & (j0 < tiles.near)) | ((j0 >= tiles.far_last) & (j0 < tiles.all_hi));
   }
-  TXL_DEVICE bool follows_band(int j0) const { return j0 > tiles.begin && !is_far(j0 - BN); }
+  TXL_DEVICE bool follows_band(int j0) const { return (j0 > tiles.begin) & !is_far(j0 - BN); }
 
   // The lane's query y, of two, is the block's query row_of_lane(y).
   static TXL_DEVICE int row_of_lane(int y) {
     const int thread = opaque(thread_index()), row = thread % 32 / 4 + 8 * y;
     return kClasses ? thread / 32 + 8 * row : thread / 32 * 16 + row;
   }
-  // Where the block's query n lies in shared memory: a warp's 16 are neighbours there.
-  static TXL_DEVICE int place_of_query(int n) { return kClasses ? n % 8 * 16 + n / 8 : n; }
+  // Which of the block's queries lies where in shared memory: a warp's 16 are neighbours there.
+  static TXL_DEVICE int query_at(int place) { return kClasses ? place % 16 * 8 + place / 16 : place; }
   static_assert(!kClasses || kWarps == 8, "a warp for each class");
 
   // ---- Queries ----
@@ -144,22 +154,23 @@ struct QueryBlock {
   TXL_DEVICE void begin_copies() const {}
 
   // Starts to copy what the tile needs: its keys and values, and the rows of r that the one before has not
-  // brought. Of t: k, v and r.
-  template <typename Tensors>
-  TXL_DEVICE void copy_tile(const Tensors& t, int j0) {
-    copy_keys(k_tile(j0), t.k, j0);
-    for_new_rows(j0, [&](Tile<BN> to, int c) { copy_positions(to, t.r, c); });
-    copy_keys(v_tile(j0), t.v, j0);
+  // brought.
+  TXL_DEVICE void copy_tile(int j0) {
+    copy_keys(k_tile(j0), k_rows, j0);
+    for_new_rows(j0, [&](Tile<BN> to, int c) { copy_positions(to, c); });
+    copy_keys(v_tile(j0), v_rows, j0);
     commit_copies();
   }
 
-  TXL_DEVICE void copy_keys(Tile<BN> to, const View& from, int j0) const {
-    copy_rows<kThreads>(to, 0, Source<E>(from, opaque(b), h, p), BN, [&](int n) { return mask.key(j0 + n); });
+  TXL_DEVICE void copy_keys(Tile<BN> to, const Copied& from, int j0) const {
+    copier.template copy<BN>(to, 0, from, mask.has_keys(j0, BN), j0, [&](int n) { return mask.key(j0 + n); });
   }
-  TXL_DEVICE void copy_positions(Tile<BN> to, const View& r, int c) const {
-    copy_rows<kThreads>(to, 0, Source<E>(r, 0, opaque(h), p), BN,
-                        [&](int n) { return RowOf{p.r_row(c + n), true}; });
+  TXL_DEVICE void copy_positions(Tile<BN> to, int c) const {
+    copier.template copy<BN>(to, 0, r_rows, has_rows(c, BN), c,
+                             [&](int n) { return RowOf{p.r_row(c + n), true}; });
   }
+  // Whether none of these rows of r is clamped.
+  TXL_DEVICE bool has_rows(int c, int count) const { return c >= 0 && c + count <= static_cast<int>(p.N); }
 
   // f(where in the ring, the first row of r, not yet clamped) for each BN rows that the tile needs anew:
   // none, if it is far.

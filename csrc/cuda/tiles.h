@@ -10,8 +10,10 @@
 
 #if defined(__CUDACC__)
 #define TXL_NO_UNROLL_GPU _Pragma("unroll 1")
+#define TXL_UNROLL_SOME_GPU _Pragma("unroll 8")
 #else
 #define TXL_NO_UNROLL_GPU
+#define TXL_UNROLL_SOME_GPU
 #endif
 
 namespace txl::cuda {
@@ -32,6 +34,8 @@ TXL_HD T larger(T a, T b) {
   else
     return a < b ? b : a;
 }
+
+TXL_DEVICE float magnitude(float x) { return bits<float>(bits<uint32_t>(x) & 0x7fffffffu); }
 
 // x, as if it could be another one every time. What is made of it in a loop stays in the loop: else the
 // compiler works out every address before, and has no registers for them all.
@@ -93,6 +97,7 @@ struct Mask {
   TXL_DEVICE bool has_key(int j) const { return j >= lo && j < hi; }
   TXL_DEVICE RowOf key(int j) const { return {j, has_key(j)}; }
   TXL_DEVICE RowOf query(int i) const { return {i, i < L}; }
+  TXL_DEVICE bool has_keys(int j, int count) const { return j >= lo && j + count <= hi; }
   TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
 };
 
@@ -154,7 +159,7 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 template <typename E, int kChannels>
 struct Rows {
   using Element = E;
-  static constexpr int kHead = kChannels;
+  static constexpr int kHead = kChannels, kPeriod = 1;  // of rows, after which pieces lie as before
   static constexpr uint32_t kRowBytes = kRow<E, kHead> + 16;
   static_assert(kRowBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
@@ -170,7 +175,7 @@ struct Rows {
 template <typename E, int kChannels, int kRows>
 struct Panels {
   using Element = E;
-  static constexpr int kHead = kChannels;
+  static constexpr int kHead = kChannels, kPeriod = 8;
   static constexpr int kChannelsOfPanel = 128 / static_cast<int>(sizeof(E));
   static constexpr uint32_t kRowBytes = kRow<E, kHead>, kPanelBytes = kRows * 128;
   static_assert(kHead % kChannelsOfPanel == 0 && kRows % 8 == 0,
@@ -219,38 +224,160 @@ struct Source {
         wide(view.wide) {}
 };
 
-// Starts to copy `count` rows: row n is what row(n), a RowOf, says. The channels from D on are zeros too. All
-// threads of the block take part.
-template <int kThreads, typename Tile, typename E, typename F>
-TXL_DEVICE void copy_rows(Tile to, int to_row, const Source<E>& source, int count, F row) {
-  constexpr int kHead = Tile::kHead;
-  const int thread = opaque(thread_index());
-  if (source.wide) {
-    // A loop that can be unrolled, because every thread has as many pieces; if possible all of a column, so
-    // that its addresses differ by constants. An address is one product of 32-bit numbers, and a sum.
-    constexpr int kPieces = kHead / kPiece<E>;
-    constexpr bool kSameColumn = kThreads % kPieces == 0;
-    const auto row_at = [](int place) { return static_cast<int>(static_cast<uint32_t>(place) / kPieces); };
-    const auto column_at = [](int place) { return static_cast<int>(static_cast<uint32_t>(place) % kPieces); };
-    const int row_bytes = static_cast<int>(source.row) * static_cast<int>(sizeof(E));
+// Copies rows of tensors into tiles. A thread has pieces of 16 bytes, of every tile those at the same places;
+// if possible all of a column, so that their addresses differ by constants. What does not depend on the tile
+// is worked out once.
+template <int kThreads, typename Tile>
+struct Copier {
+  using E = typename Tile::Element;
+  static constexpr int kPieces = Tile::kHead / kPiece<E>;  // of a row
+  static constexpr bool kSameColumn = kThreads % kPieces == 0;
+
+  // A tensor's batch entry and head, and where the thread's column begins.
+  struct Rows {
+    const View& view;
+    int b, h;
+    const char* column;
+  };
+
+  const Problem& p;
+  int row, channel;  // of the thread's first piece
+  uint32_t place;    // in bytes, from a tile's first row on
+
+  TXL_DEVICE explicit Copier(const Problem& problem) : p(problem) {
+    const int thread = opaque(thread_index());
+    row = row_at(thread), channel = channel_at(thread), place = Tile{0}.at(row, channel);
+  }
+
+  TXL_DEVICE Rows rows(const View& view, int b, int h) const {
+    return {view, b, h, reinterpret_cast<const char*>(Source<E>(view, b, h, p).data + channel)};
+  }
+
+  // Starts to copy kRows rows to those of a tile from to_row on. whole: they are the tensor's from `first`
+  // on; else row n is what row_of(n), a RowOf, says. The channels from D on are zeros too. All threads of the
+  // block take part.
+  template <int kRows, typename F>
+  TXL_DEVICE void copy(Tile to, int to_row, const Rows& from, bool whole, int first, F row_of) const {
+    if (!from.view.wide) return copy_elements<kRows>(to, to_row, from, row_of);
+    if (whole)
+      copy_pieces<kRows>(to, to_row, from, [&](int n) { return RowOf{first + n, true}; });
+    else
+      copy_pieces<kRows>(to, to_row, from, row_of);
+  }
+
+ private:
+  static TXL_DEVICE int row_at(int place) { return static_cast<int>(static_cast<uint32_t>(place) / kPieces); }
+  static TXL_DEVICE int channel_at(int place) {
+    return static_cast<int>(static_cast<uint32_t>(place) % kPieces) * kPiece<E>;
+  }
+
+  template <int kRows, typename F>
+  TXL_DEVICE void copy_pieces(Tile to, int to_row, const Rows& from, F row_of) const {
+    const int row_bytes = static_cast<int>(from.view.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
-    for (int start = 0; start < count * kPieces; start += kThreads) {
-      const int n = kSameColumn ? row_at(thread) + start / kPieces : row_at(start + thread);
-      const int channel = column_at(kSameColumn ? thread : start + thread) * kPiece<E>;
-      if (count * kPieces % kThreads != 0 && n >= count) break;
-      const RowOf from = row(n);
-      copy_async_16(to.at(to_row + n, channel),
-                    reinterpret_cast<const char*>(source.data + channel) + int64_t{from.n} * row_bytes,
-                    from.exists && channel < source.D);
+    for (int start = 0; start < kRows * kPieces; start += kThreads) {
+      // An address is one product of 32-bit numbers, and a sum.
+      if constexpr (kSameColumn) {
+        constexpr int kEvery = kThreads / kPieces;
+        static_assert(kEvery % Tile::kPeriod == 0, "at the same places of a row");
+        const int n = row + start / kPieces;
+        if (kRows % kEvery != 0 && n >= kRows) break;
+        const RowOf y = row_of(n);
+        copy_async_16(to.at(to_row + start / kPieces, 0) + place, from.column + int64_t{y.n} * row_bytes,
+                      y.exists && channel < p.D);
+      } else {
+        const int at = start + opaque(thread_index()), n = row_at(at), d = channel_at(at);
+        if (kRows * kPieces % kThreads != 0 && n >= kRows) break;
+        const RowOf y = row_of(n);
+        copy_async_16(to.at(to_row + n, d),
+                      from.column + (d - channel) * static_cast<int>(sizeof(E)) + int64_t{y.n} * row_bytes,
+                      y.exists && d < p.D);
+      }
+    }
+  }
+
+  // Of rows that are no whole pieces.
+  template <int kRows, typename F>
+  TXL_DEVICE void copy_elements(Tile to, int to_row, const Rows& from, F row_of) const {
+    const Source<E> source(from.view, opaque(from.b), opaque(from.h), p);
+    TXL_NO_UNROLL_GPU
+    for (int x = opaque(thread_index()); x < kRows * Tile::kHead; x += kThreads) {
+      const int n = x / Tile::kHead, d = x % Tile::kHead;
+      const RowOf y = row_of(n);
+      const bool valid = y.exists && d < p.D;
+      store_shared(to.at(to_row + n, d), valid ? load_global(source.data + y.n * source.row + d) : E{});
+    }
+  }
+};
+
+// The same for rows that are copied once.
+template <int kThreads, int kRows, typename Tile, typename F>
+TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem& p, F row_of) {
+  const Copier<kThreads, Tile> copier(p);
+  copier.template copy<kRows>(to, 0, copier.rows(from, b, h), false, 0, row_of);
+}
+
+// A piece of a row as numbers.
+template <typename E>
+struct Piece {
+  static constexpr int kChannels = kPiece<E>;
+  float x[kChannels];
+
+  // Zeros beyond D, and if there is no such tensor.
+  static TXL_DEVICE Piece load(const View& view, int b, int h, int64_t i, int channel, const Problem& p) {
+    Piece y{};
+    if (!view.data || channel >= p.D) return y;
+    const Source<E> source(view, b, h, p);
+    const E* from = source.data + i * source.row + channel;
+    if (source.wide) return of(load_global(reinterpret_cast<const uint4*>(from)));
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kChannels; ++n)
+      if (channel + n < p.D) y.x[n] = to_float(load_global(from + n));
+    return y;
+  }
+
+  static TXL_DEVICE Piece of(uint4 stored) {
+    const auto from = bits<Stored>(stored);
+    Piece y;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kChannels; ++n) y.x[n] = to_float(from.x[n]);
+    return y;
+  }
+
+  // sign * (x + y), rounded as the operands of a product must be.
+  TXL_DEVICE uint4 plus(const Piece& y, float sign) const {
+    Stored sum;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kChannels; ++n) sum.x[n] = from_float<E>(sign * (x[n] + y.x[n]));
+    return bits<uint4>(sum);
+  }
+
+ private:
+  struct alignas(16) Stored {
+    E x[kChannels];
+  };
+};
+
+// Rows in shared memory become the tensor's from `first` on, as many as it has. All threads of the block take
+// part.
+template <int kHead, int kThreads, typename E>
+TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
+  count = static_cast<int>(smaller<int64_t>(count, end - first));
+  E* const data = const_cast<E*>(to.data) + first * to.row;
+  if (to.wide) {
+    constexpr int kPieces = kHead / kPiece<E>;
+    TXL_NO_UNROLL_GPU
+    for (int place = thread_index(); place < count * kPieces; place += kThreads) {
+      const int n = place / kPieces, channel = place % kPieces * kPiece<E>;
+      if (channel < to.D)
+        store_global(reinterpret_cast<uint4*>(data + n * to.row + channel),
+                     load_shared<uint4>(from.at(n, channel)));
     }
   } else {
     TXL_NO_UNROLL_GPU
-    for (int place = thread; place < count * kHead; place += kThreads) {
+    for (int place = thread_index(); place < count * kHead; place += kThreads) {
       const int n = place / kHead, channel = place % kHead;
-      const RowOf from = row(n);
-      const bool valid = from.exists && channel < source.D;
-      store_shared(to.at(to_row + n, channel),
-                   valid ? load_global(source.data + from.n * source.row + channel) : E{});
+      if (channel < to.D) store_global(data + n * to.row + channel, load_shared<E>(from.at(n, channel)));
     }
   }
 }

@@ -25,7 +25,7 @@ template <typename E, int kHead>
 struct WarpgroupBlock
     : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), Shift::warpgroups> {
   using Base = typename WarpgroupBlock::QueryBlock;
-  using Base::Base, Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
+  using Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
   using Tile = typename Base::template Tile<BN>;
   using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
@@ -33,6 +33,9 @@ struct WarpgroupBlock
   static constexpr int kGroups = BM / 64;
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
+
+  TXL_DEVICE WarpgroupBlock(const Problem& p, const BoxedForward& t, int splits, int64_t split_keys)
+      : Base(p, t, splits, split_keys), boxed(t) {}
 
   TXL_DEVICE void begin_copies() const {
     if (elected()) mbarrier_init(mbarrier(), 1);
@@ -43,20 +46,20 @@ struct WarpgroupBlock
   // As QueryBlock's, but where the copy engine can, one thread tells it what to copy. It does not know which
   // keys a batch entry has: those it has not are in masked tiles, where what they hold does not matter. Rows
   // of r that are repeated are copied by all threads.
-  TXL_DEVICE void copy_tile(const BoxedForward& t, int j0) {
-    by_engine = t.boxes, by_threads = !by_engine;
-    if (!by_engine) return Base::copy_tile(t, j0);
-    const auto inside = [&](int c) { return c >= 0 && c + BN <= this->p.N; };
+  TXL_DEVICE void copy_tile(int j0) {
+    by_engine = boxed.boxes, by_threads = !by_engine;
+    if (!by_engine) return Base::copy_tile(j0);
     if (elected()) {
-      copy_panels(this->k_tile(j0), t.k_map, j0, this->b);
+      copy_panels(this->k_tile(j0), boxed.k_map, j0, this->b);
       this->for_new_rows(j0, [&](Tile to, int c) {
-        if (inside(c)) copy_panels(to, t.r_map, c, 0);
+        if (this->has_rows(c, BN)) copy_panels(to, boxed.r_map, c, 0);
       });
-      copy_panels(this->v_tile(j0), t.v_map, j0, this->b);
+      copy_panels(this->v_tile(j0), boxed.v_map, j0, this->b);
       mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
     }
+    if (this->has_rows(this->lowest_row(j0), Base::kChunks * BN)) return;
     this->for_new_rows(j0, [&](Tile to, int c) {
-      if (!inside(c)) this->copy_positions(to, t.r, c), by_threads = true;
+      if (!this->has_rows(c, BN)) this->copy_positions(to, c), by_threads = true;
     });
     if (by_threads) commit_copies();
   }
@@ -124,6 +127,7 @@ struct WarpgroupBlock
   }
 
  private:
+  const BoxedForward& boxed;
   float columns[kKeyTiles][4];  // of the band, of the tile before
   bool by_engine, by_threads;   // who copies the tile that is under way; some tiles both
   uint32_t parity = 0;          // of the mbarrier's phase that ends when the engine has
