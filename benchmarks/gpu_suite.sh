@@ -193,13 +193,13 @@ run_tests() { # NAME SECONDS PYTEST'S ARGUMENTS...: those marked gpu, on all cor
 first_tests() {
   # The CUDA kernels are compiled: nothing to wait for.
   run_tests tests-cuda 120 tests -k "cuda and not test_large"
-  # Forward by wgmma, which has to be asked for.
+  # Forward by mma.sync, as elsewhere.
   if "$python" -c 'import sys, torch; from txl_kernels import cuda; sys.exit(not cuda.has_warpgroups(torch.device("cuda")))'; then
-    TXL_CUDA_WARPGROUPS=1 run_tests tests-warpgroups 75 -k "cuda and not float32 and not test_large" \
+    TXL_CUDA_WARPGROUPS=0 run_tests tests-mma 75 -k "cuda and not float32 and not test_large" \
       tests/test_triton_gpu.py tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py \
       tests/test_dropout.py
   else
-    say "left out, for want of sm_90 or of kernels for it: tests of forward by wgmma"
+    say "without sm_90 or kernels for it: forward was by mma.sync"
   fi
   # What only a GPU shows of Triton's: sizes, races, streams, graphs.
   run_tests tests-triton-gpu 90 tests/test_triton_gpu.py -k "not cuda and not test_large"

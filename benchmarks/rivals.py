@@ -61,17 +61,17 @@ def ours(backend: str) -> Way:
     return Way(backend, lambda problem: (attend, []), needs, ours=True)
 
 
-def by_warpgroups() -> Way:
-    """Backend "cuda", its forward by wgmma, which has to be asked for."""
+def by_warpgroups(on: bool) -> Way:
+    """Backend "cuda", its forward by wgmma; or by mma.sync, where that has to be asked for."""
 
     def attend(*tensors: Tensor) -> Tensor:
-        before, cuda.WARPGROUPS = cuda.WARPGROUPS, True
+        before, cuda.WARPGROUPS = cuda.WARPGROUPS, on
         try:
             return rel_attention(*tensors, backend="cuda")
         finally:
             cuda.WARPGROUPS = before
 
-    return Way("cuda-warpgroups", lambda problem: (attend, []), ours=True)
+    return Way("cuda-wgmma" if on else "cuda-mma", lambda problem: (attend, []), ours=True)
 
 
 # ---- What a pass needs, in tensors of [B, H, L, K] -----------------------------------------------

@@ -62,6 +62,7 @@ def main() -> int:
     if not backends:
         print(f"none of {', '.join(wanted)} can run on a GPU here", file=sys.stderr)
         return 2
+    cuda.WARPGROUPS = False
     failed = [wrong(backend, *case) for backend in backends for case in CASES]
     if any(b.name == "cuda" for b in backends) and cuda.has_warpgroups(torch.device("cuda")):
         cuda.WARPGROUPS = True

@@ -469,12 +469,14 @@ def test_rates_and_backends_side_by_side(monkeypatch):
 
 
 @pytest.mark.skipif(not EMULATED, reason="needs TXL_CUDA_EMULATION")
-def test_cuda_by_warpgroups(monkeypatch, tmp_path):
+@pytest.mark.parametrize("on", [True, False])
+def test_cuda_by_warpgroups(on, monkeypatch, tmp_path):
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     problem = Problem(20, 40, heads=2, d_head=64, dtype="bfloat16")
-    rivals.by_warpgroups().build(problem)[0](*problem.inputs())
-    assert "WarpgroupBlock" in (tmp_path / "trace").read_text()
-    assert not cuda.WARPGROUPS
+    before = cuda.WARPGROUPS
+    rivals.by_warpgroups(on).build(problem)[0](*problem.inputs())
+    assert ("WarpgroupBlock" in (tmp_path / "trace").read_text()) == on
+    assert before == cuda.WARPGROUPS
 
 
 def test_a_figure_that_needs_warpgroups_is_left_out_without(monkeypatch):
