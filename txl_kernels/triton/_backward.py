@@ -66,8 +66,8 @@ def _gradient(
     """P * keep and dS of a tile from its score, not yet scaled, and dO v^T. j: the key of column 0."""
     score, scale = to_base_2(score, p, NEGATIVE)
     # At most 1, also where lse is as coarse as the scores' differences. NaN stays.
-    exponent = tl.minimum(score * scale - lse_i[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
-    weight = tl.exp2(exponent)
+    exponent = tl.fma(score, scale, -lse_i[:, None])
+    weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
     if EDGE:
         weight = tl.where(seen, weight, 0.0)
     kept_weight = weight

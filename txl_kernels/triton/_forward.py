@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from txl_kernels.triton.tiles import (
+    LN_2,
     LOG2_E,
     Problem,
     accumulate,
@@ -162,7 +163,8 @@ def forward_kernel(
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
     row = (entry.to(tl.int64) * p.H + h) * p.L + i
-    lse_i = largest * tl.abs(p.scale) + tl.log(tl.where(any_seen, total, 1.0))
+    _, scale = to_base_2(largest, p, False)
+    lse_i = largest * scale * LN_2 + tl.log(tl.where(any_seen, total, 1.0))
     lse_i = tl.where(any_seen, lse_i, float("-inf"))
     tl.store(lse + row, tl.where(splits > 1, largest, lse_i), mask=i < p.L)
     tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
@@ -193,7 +195,8 @@ def merge_kernel(
     totals = tl.load(largest_and_total + splits.to(tl.int64) * B * H * L + row, mask=exist, other=0.0)
     base = tl.max(largest, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
-    weight = tl.exp2((largest - base) * (scale * LOG2_E)) * totals
+    scale *= LOG2_E
+    weight = tl.exp2((largest - base) * scale) * totals
     total = tl.sum(weight, 0)
     pointers = (
         part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
@@ -202,4 +205,4 @@ def merge_kernel(
     # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * scale + tl.log(total))
+    tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * scale * LN_2 + tl.log(total))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 # ---- The problem -------------------------------------------------------------------------------------------
 
@@ -354,7 +355,8 @@ def accumulate(x, y, acc):
 
 @triton.jit
 def to_base_2(score, p, NEGATIVE: tl.constexpr):
-    """score and a scale, never negative, such that 2^(score * scale) = exp(p.scale * score)."""
+    """score and a scale, never negative, such that 2^(score * scale) = exp(p.scale * score). Forward's lse is
+    made with this very scale: p.scale differs from it by a rounding, which huge scores would multiply."""
     if NEGATIVE:
         score = -score
     return score, tl.abs(p.scale) * LOG2_E
