@@ -153,7 +153,7 @@ def _source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], part: bo
             attributes.update({(n, m): aligned for m in range(4 if D % 16 == 0 else 1)})
         elif name in ("scale", "dropout_scale"):
             signature[name] = "fp32"
-        elif name in ("lse", "largest_and_total", "delta", "parts", "clamped"):
+        elif name in ("lse", "largest_and_total", "delta", "parts", "sums"):
             signature[name] = "*fp32"
             attributes[(n,)] = aligned
         else:

@@ -22,7 +22,6 @@ from txl_kernels.registry import (
     Inputs,
     Options,
     compact,
-    contiguous_rows,
     new_gradients,
     new_results,
 )
@@ -85,6 +84,11 @@ def details() -> dict[str, str]:
     }
 
 
+def _cdiv(x: int, y: int) -> int:
+    """Triton's own takes 5 us: kernels may call it too."""
+    return -(-x // y)
+
+
 # ---- Choosing tiles and launching --------------------------------------------------------------------------
 
 
@@ -120,18 +124,17 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
     The first call that is large enough measures the candidates; not while a CUDA graph is captured.
     """
     arch = _arch()
-    tiles = tuple(configs.candidates(name, constants["D"], dtype.itemsize, arch))
-    key = (name, dtype, arch, constants["D"], *constants.values())
-    tuning = configs.autotune()
-    tile = _tuned.get(key, tiles[0]) if tuning else tiles[0]
-    tune = (
-        tuning
-        and len(tiles) > 1
-        and key not in _tuned
-        and pairs >= _TUNE_PAIRS
-        and not INTERPRETED
-        and not torch.cuda.is_current_stream_capturing()
-    )
+    tiles = configs.candidates(name, constants["D"], dtype.itemsize, arch)
+    tile, tune = tiles[0], False
+    if len(tiles) > 1 and configs.autotune():
+        key = (name, dtype, arch, constants["D"], *constants.values())
+        tile = _tuned.get(key, tile)
+        tune = (
+            key not in _tuned
+            and pairs >= _TUNE_PAIRS
+            and not INTERPRETED
+            and not torch.cuda.is_current_stream_capturing()
+        )
     if tune:
         tuner = _tuner(name, tiles, arch)
         tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
@@ -150,16 +153,19 @@ def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **
 def _rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous, if rows lie too far apart for 32-bit offsets, or
     if they do not begin where `load_rows` takes them to."""
-    near = x.stride(-2) < _MAX_ROW_STRIDE
+    strides = x.stride()
     aligned = x.shape[-1] % 16 != 8 or (
-        x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1])
     )
-    return contiguous_rows(x) if near and aligned else x.clone(memory_format=torch.contiguous_format)
+    if strides[-1] == 1 and strides[-2] < _MAX_ROW_STRIDE and aligned:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _view(x: Tensor) -> View:
     """Of [B, H, rows, D], or of [H, rows, D], which every batch entry shares."""
-    return View(x, *x.stride()[:3]) if x.dim() == 4 else View(x, 0, *x.stride()[:2])
+    *batch, head, row, _ = x.stride()
+    return View(x, *batch or (0,), head, row)
 
 
 def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]:
@@ -196,7 +202,7 @@ def _with_biases(q: Tensor, bias_u: Tensor | None, bias_v: Tensor | None) -> tup
     BD = configs.block_of_head(D)
     BM = configs.ELEMENTS_ADDED // BD
     with gpu.current(q.device):
-        add_biases_kernel[(triton.cdiv(L, BM) * B * H,)](
+        add_biases_kernel[(_cdiv(L, BM) * B * H,)](
             _view(q),
             compact(bias_u),
             compact(bias_v),
@@ -231,8 +237,8 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         q_u, q_v = _with_biases(q, bias_u, bias_v)
         bias_u = bias_v = None
 
-    split_keys = triton.cdiv(triton.cdiv(K, gpu.key_splits(inputs)), gpu.SPLIT_KEYS) * gpu.SPLIT_KEYS
-    splits = triton.cdiv(K, split_keys)
+    split_keys = _cdiv(_cdiv(K, gpu.key_splits(inputs)), gpu.SPLIT_KEYS) * gpu.SPLIT_KEYS
+    splits = _cdiv(K, split_keys)
     part, part_lse = out, lse
     if splits > 1:
         part = torch.empty(splits * B, H, L, D, dtype=torch.float32, device=q.device)
@@ -244,7 +250,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
             "decode" if decode else "forward",
             q.dtype,
             B * H * max(L, 64) * K,  # one query reads all keys, as a block of them does
-            lambda tile: (triton.cdiv(L, tile.BM) * splits * B * H,),
+            lambda tile: (_cdiv(L, tile.BM) * splits * B * H,),
             *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
             *(compact(x) for x in (bias_u, bias_v, key_range)),
             dropout_seed,
@@ -270,7 +276,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
                 abs(p.scale),
                 D=D,
                 BD=constants["BD"],
-                BS=triton.next_power_of_2(splits),
+                BS=1 << (splits - 1).bit_length(),
                 **_FUSED,
             )
     return out, lse
@@ -296,7 +302,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     lse, dout_view = lse.contiguous(), _view(_rows(dout))
     delta = torch.empty_like(lse)
     tiles = configs.candidates("dq", D, q.dtype.itemsize, _arch())
-    blocks = triton.cdiv(L, min(tile.BM for tile in tiles))
+    blocks = _cdiv(L, min(tile.BM for tile in tiles))
     parts = torch.empty(B * H * blocks * 4 * D, dtype=torch.float32, device=q.device)
 
     with gpu.current(q.device):
@@ -304,7 +310,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             "dq",
             q.dtype,
             pairs,
-            lambda tile: (triton.cdiv(L, tile.BM) * B * H,),
+            lambda tile: (_cdiv(L, tile.BM) * B * H,),
             *tensors,
             _view(_rows(out)),
             lse,
@@ -315,17 +321,15 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             *p,
             **constants,
         )
-        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [4, H, D].
-        blocks = triton.cdiv(L, tile.BM)
-        sums = (
-            parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2)).transpose(0, 1).contiguous()
-        )
+        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 4, D].
+        blocks = _cdiv(L, tile.BM)
+        sums = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2))
 
         _launch(
             "dk_dv",
             q.dtype,
             pairs,
-            lambda tile: (triton.cdiv(K, tile.BN) * B * H,),
+            lambda tile: (_cdiv(K, tile.BN) * B * H,),
             *tensors,
             lse,
             dout_view,
@@ -337,10 +341,10 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
         )
 
         # Few rows of r: share out the batch too.
-        programs = triton.cdiv(N, 64) * H
+        programs = _cdiv(N, 64) * H
         splits = max(1, min(2 * gpu.processors(q.device) // programs, B))
-        entries = triton.cdiv(B, splits)
-        splits = triton.cdiv(B, entries)
+        entries = _cdiv(B, splits)
+        splits = _cdiv(B, entries)
         part = dr.unsqueeze(0)
         if splits > 1:
             part = torch.empty(splits, H, N, D, dtype=torch.float32, device=q.device)
@@ -348,12 +352,12 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             "dr",
             q.dtype,
             pairs,
-            lambda tile: (triton.cdiv(N, tile.BN) * H * splits,),
+            lambda tile: (_cdiv(N, tile.BN) * H * splits,),
             *tensors,
             lse,
             dout_view,
             delta,
-            sums[2:],
+            sums,
             _view(part),
             *p,
             entries,
@@ -364,5 +368,5 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
 
     for n, gradient in enumerate((du, dv_bias)):
         if gradient.numel() > 0:
-            gradient.copy_(sums[n])
+            gradient.copy_(sums[:, n])
     return gradients

@@ -376,14 +376,14 @@ def _add_queries_by_row(
 
 @triton.jit(do_not_specialize=[*Problem._fields, "entries"])
 def dr_kernel(
-    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, clamped, dr,
+    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, sums, dr,
     B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, entries,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dr of BN rows of r, over `entries` batch entries: those of a split, which is also dr's own batch entry.
 
-    clamped [2, H, D]: what clamped pairs add to the first and to the last row.
+    sums [H, 4, D]: of each head the last two are what clamped pairs add to the first and to the last row.
     """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     program = tl.program_id(0)
@@ -417,9 +417,9 @@ def dr_kernel(
     dr_tile *= p.scale
     if CLAMP:
         d = tl.arange(0, BD)
-        row = clamped + h.to(tl.int64) * D + d
-        of_first = tl.where(split == 0, tl.load(row, mask=d < D, other=0.0), 0.0)
-        of_last = tl.where(split == 0, tl.load(row + p.H * D, mask=d < D, other=0.0), 0.0)
+        of_head = sums + h.to(tl.int64) * 4 * D + d
+        of_first = tl.where(split == 0, tl.load(of_head + 2 * D, mask=d < D, other=0.0), 0.0)
+        of_last = tl.where(split == 0, tl.load(of_head + 3 * D, mask=d < D, other=0.0), 0.0)
         dr_tile += tl.where((c == 0)[:, None], of_first[None, :], 0.0)
         dr_tile += tl.where((c == p.N - 1)[:, None], of_last[None, :], 0.0)
     store_rows(at(dr, split, h), dr.row, c0, c - c0, c < p.N, dr_tile, D, BD)

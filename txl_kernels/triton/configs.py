@@ -17,6 +17,7 @@ Chosen by what the compiler makes of them: docs/triton_kernels.md, written by te
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -134,21 +135,22 @@ ELEMENTS_ADDED = 4096
 _INTERPRETED = Tile(64, 64, 4, 1)
 
 
-def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> list[Tile]:
+@functools.cache
+def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> tuple[Tile, ...]:
     """The tiles to choose from, the default first.
 
     kernel: one of KERNELS. arch: compute capability as Triton writes it (90), AMD's name ("gfx942"), or None
     for Triton's interpreter.
     """
     if arch is None:
-        return [_INTERPRETED]
+        return (_INTERPRETED,)
     if isinstance(arch, str):
         table = _AMD_FLOAT32 if itemsize == 4 else _AMD
     elif itemsize == 4:
         table = _FLOAT32
     else:
         table = _HOPPER if 90 <= arch < 120 else _AMPERE  # from 120 on parts are small again
-    return next(tiles for largest, tiles in table[kernel].items() if largest >= D)
+    return next(tuple(tiles) for largest, tiles in table[kernel].items() if largest >= D)
 
 
 def autotune() -> bool:
@@ -156,6 +158,7 @@ def autotune() -> bool:
     return os.environ.get("TXL_TRITON_AUTOTUNE", "1") != "0"
 
 
+@functools.cache
 def block_of_head(D: int) -> int:
     """BD: columns of a tile that holds D channels."""
     return max(16, triton.next_power_of_2(D))
