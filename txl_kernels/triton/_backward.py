@@ -172,8 +172,12 @@ def dq_kernel(
         content = accumulate(ds, k_tile, content)
         banded = skew(carry, ds, BN - first, BN)
         carry = ds
-        r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-        place = accumulate(banded.to(q_v_tile.dtype), finite(r_tile), place)
+        # The first tile of the band may have rows of r that are not seen; later ones go to the tensor cores as
+        # they are, not by way of registers. Loaded here and there: not ahead, for which room would be lacking.
+        if j0 == near_0:
+            place = accumulate(banded, finite(load_r(p, r_rows, r.row, c, D, BD, BN)), place)
+        else:
+            place = accumulate(banded, load_r(p, r_rows, r.row, c, D, BD, BN), place)
     c = band(p, i0 + BM - 1, near_1)
     r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
     place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
