@@ -164,8 +164,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _view(x: Tensor) -> View:
     """Of [B, H, rows, D], or of [H, rows, D], which every batch entry shares."""
-    *batch, head, row, _ = x.stride()
-    return View(x, *batch or (0,), head, row)
+    strides = x.stride()
+    return View(x, *strides[:3]) if len(strides) == 4 else View(x, 0, *strides[:2])
 
 
 def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]:

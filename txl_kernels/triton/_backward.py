@@ -172,8 +172,9 @@ def dq_kernel(
         content = accumulate(ds, k_tile, content)
         banded = skew(carry, ds, BN - first, BN)
         carry = ds
-        # The first tile of the band may have rows of r that are not seen; later ones go to the tensor cores as
-        # they are, not by way of registers. Loaded here and there: not ahead, for which room would be lacking.
+        # The first tile of the band may have rows of r that are not seen; later ones go to the tensor cores
+        # as they are, not by way of registers. Within a branch no load runs ahead: at D = 64 two stages then
+        # leave room for two blocks.
         if j0 == near_0:
             place = accumulate(banded, finite(load_r(p, r_rows, r.row, c, D, BD, BN)), place)
         else:
