@@ -264,6 +264,8 @@ def test_everything_that_may_be_chosen_is_sound():
             continue
         assert near.local / near.instructions < 0.25, f"{case}: {near.local} of {near.instructions}"
         for other, its in found.items():
+            if other.tile.num_stages != case.tile.num_stages:  # what loads ahead are worth, GPUs can tell
+                continue
             if replace(other, tile=case.tile) == case and its.loops["near"].local == 0:
                 fewer = static.per_pair(case, result) < static.per_pair(other, its)
                 assert fewer, f"{case} spills and issues no fewer instructions than {other}"

@@ -411,7 +411,7 @@ that this takes, and why the tile is in the list all the same.
 """
 
 
-FEWER = "fewer instructions per pair than tiles without"
+FEWER = "fewer instructions per pair than tiles of as many stages without"
 
 
 def per_pair(case: Case, result: Report) -> float:

@@ -42,7 +42,7 @@ KERNELS = ("forward", "decode", "dq", "dk_dv", "dr")
 # By the head dimension up to which they hold.
 _HOPPER = {
     "forward": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 128, 4, 1), Tile(128, 128, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(128, 128, 8, 1)],
         128: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(128, 128, 8, 1)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
