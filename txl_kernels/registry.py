@@ -18,7 +18,6 @@ _MODULES = {"cpu": "txl_kernels.cpu", "triton": "txl_kernels.triton", "cuda": "t
 NAMES = (REFERENCE, *_MODULES)
 
 
-
 class BackendUnavailable(RuntimeError):
     """A backend cannot serve the call. The message says why, and what to do about it."""
 
