@@ -49,7 +49,6 @@ struct ForwardKernel : private Block {
   int lo[2], hi[2];  // keys that the lane's queries see
   float origin[2], total[2], far_first[2],
       far_last[2];  // origin: the score that probabilities are relative to
-  bool huge[2];     // scores are
   float acc[kHeadTiles][4];
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
@@ -61,7 +60,6 @@ struct ForwardKernel : private Block {
         total{},
         far_first{},
         far_last{},
-        huge{},
         acc{} {
     for (int y = 0; y < 2; ++y) {
       const int i = i0 + row_of_lane(y);
@@ -196,8 +194,6 @@ struct ForwardKernel : private Block {
       for (int y = 0; y < 2; ++y) {
         const float decay = rises[y] ? exp2_fast((origin[y] - top[y]) * params.scale.scores) : 1.0f;
         if (rises[y]) origin[y] = top[y];
-        // Of a huge product the rounding error is huge, and exp2 of it anything.
-        huge[y] = magnitude(origin[y]) * params.scale.scores > 1 << 20;
         total[y] *= decay;
         TXL_UNROLL_GPU
         for (int d = 0; d < kHeadTiles; ++d) acc[d][2 * y] *= decay, acc[d][2 * y + 1] *= decay;
@@ -206,24 +202,15 @@ struct ForwardKernel : private Block {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       // So far a query may have seen nothing: -inf - -inf would be NaN.
-      float from = kMasked && origin[y] == -infinity() ? 0.0f : origin[y];
-      const float scaled = from * params.scale.scores;
-      if (huge[y]) {
-        from = opaque(from);  // or the compiler computes both
-        TXL_UNROLL_GPU
-        for (int n = 0; n < kKeyTiles; ++n)
-          for (int x = 2 * y; x < 2 * y + 2; ++x) score[n][x] = (score[n][x] - from) * params.scale.scores;
-      } else {
-        TXL_UNROLL_GPU
-        for (int n = 0; n < kKeyTiles; ++n)
-          for (int x = 2 * y; x < 2 * y + 2; ++x)
-            score[n][x] = multiply_add(score[n][x], params.scale.scores, -scaled);
-      }
+      const float from = kMasked && origin[y] == -infinity() ? 0.0f : origin[y];
+      TXL_UNROLL_GPU
+      for (int n = 0; n < kKeyTiles; ++n)
+        for (int x = 2 * y; x < 2 * y + 2; ++x) {
+          // The difference first: of huge scores the products' rounding errors would be huge, too.
+          score[n][x] = exp2_fast((score[n][x] - from) * params.scale.scores);
+          total[y] += score[n][x];  // of the lane's own keys; summed up over lanes at the end
+        }
     }
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x)
-        total[x / 2] += score[n][x] = exp2_fast(score[n][x]);  // the lane's own; over lanes at the end
   }
 
   TXL_DEVICE void drop(float (&weight)[kKeyTiles][4], int j0) {

@@ -35,8 +35,6 @@ TXL_HD T larger(T a, T b) {
     return a < b ? b : a;
 }
 
-TXL_DEVICE float magnitude(float x) { return bits<float>(bits<uint32_t>(x) & 0x7fffffffu); }
-
 // x, as if it could be another one every time. What is made of it in a loop stays in the loop: else the
 // compiler works out every address before, and has no registers for them all.
 template <typename T>
