@@ -17,7 +17,7 @@ struct ForwardParams {
   Scales scale;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
   // [splits, B, H, L, D] without gaps, and behind it, [splits, B, H, L] each, the score that probabilities
-  // are relative to, to base 2, and their total.
+  // are relative to, and their total.
   int splits;
   int64_t split_keys;
   float* parts;
@@ -250,11 +250,10 @@ struct ForwardKernel : private Block {
       }
       if (lane() % 4 != 0 || i >= p.L) continue;
       if (whole) {
-        // The product is rounded, as the one that probabilities are relative to.
-        const float lse = (opaque(origin[y] * params.scale.scores) + log2_fast(total[y])) * kLn2;
+        const float lse = multiply_add(origin[y], params.scale.scores, log2_fast(total[y])) * kLn2;
         store_global(static_cast<float*>(t.lse) + row, any_seen ? lse : -infinity());
       } else {
-        store_global(params.origin() + row, origin[y] * params.scale.scores);
+        store_global(params.origin() + row, origin[y]);
         store_global(params.total() + row, total[y]);
       }
     }
@@ -289,8 +288,8 @@ struct MergeKernel {
       total = 0;
       TXL_UNROLL_SOME_GPU
       for (int split = 0; split < x.splits; ++split) {
-        const float weight =
-            exp2_fast(origin_of(split) - origin) * load_global(x.total() + split * rows + row);
+        const float weight = exp2_fast((origin_of(split) - origin) * x.scale.scores) *
+                             load_global(x.total() + split * rows + row);
         total += weight;
         sum += weight * load_global(x.parts + (split * rows + row) * p.D + d);
       }
@@ -299,7 +298,7 @@ struct MergeKernel {
     }
     if (thread_index() == 0)
       store_global(static_cast<float*>(x.t.lse) + row,
-                   total == 0 ? -infinity() : (origin + log2_fast(total)) * kLn2);
+                   total == 0 ? -infinity() : multiply_add(origin, x.scale.scores, log2_fast(total)) * kLn2);
   }
 };
 
