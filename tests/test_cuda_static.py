@@ -29,16 +29,17 @@ def assert_sound(report: static.Report) -> None:
             sum(n for loop in report.loops for name, n in loop.names.items() if name.startswith(kind))
             for kind in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG", "BRA.U.ANY")
         )
-        # For a far tile two, a masked one three, another one four: else registers were in the compiler's way,
-        # and it lets every instruction wait for the one before.
-        assert waits == 9 and products >= 4 * waits, f"{report.kernel}: {products} wgmma, {waits} waits"
+        # For a near tile three, and one where a band begins: else registers were in the compiler's way, and it
+        # lets every instruction wait for the one before.
+        assert waits == 4 and products >= 4 * waits, f"{report.kernel}: {products} wgmma, {waits} waits"
         # Of keys, values and r; and not told by every thread in turn.
         assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
     # An address of far tiles: 8 bytes, written and read once for such a tile.
     far_address = 8 if report.kernel.startswith("DqKernel<float, 128, ") else 0
     spills = f"{report.kernel} on sm_{report.arch}: {report.stack} bytes of stack, {report.local} accesses"
-    assert report.stack <= far_address and report.local <= far_address // 2, spills
+    # Outside of the loops a few: an H200 was faster with them and larger tiles.
+    assert report.stack <= max(far_address, 32) and report.local <= far_address // 2, spills
 
 
 def assert_as_documented(found: list[static.Report], expected: list[tuple[str, int, int, str, str]]) -> None:
