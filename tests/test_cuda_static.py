@@ -35,11 +35,9 @@ def assert_sound(report: static.Report) -> None:
         # Of keys, values and r; and not told by every thread in turn.
         assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
-    # An address of far tiles: 8 bytes, written and read once for such a tile.
-    far_address = 8 if report.kernel.startswith("DqKernel<float, 128, ") else 0
     spills = f"{report.kernel} on sm_{report.arch}: {report.stack} bytes of stack, {report.local} accesses"
-    # Outside of the loops a few: an H200 was faster with them and larger tiles.
-    assert report.stack <= max(far_address, 32) and report.local <= far_address // 2, spills
+    # A few registers, nearly all outside of near loops: an H200 was faster with them and larger tiles.
+    assert report.stack <= 80 and report.local <= 14, spills
 
 
 def assert_as_documented(found: list[static.Report], expected: list[tuple[str, int, int, str, str]]) -> None:
