@@ -29,8 +29,8 @@ def assert_sound(report: static.Report) -> None:
             sum(n for loop in report.loops for name, n in loop.names.items() if name.startswith(kind))
             for kind in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG", "BRA.U.ANY")
         )
-        # For a near tile three, and one where a band begins: else registers were in the compiler's way, and it
-        # lets every instruction wait for the one before.
+        # For a near tile three, and one where a band begins: else registers were in the compiler's way, and
+        # it lets every instruction wait for the one before.
         assert waits == 4 and products >= 4 * waits, f"{report.kernel}: {products} wgmma, {waits} waits"
         # Of keys, values and r; and not told by every thread in turn.
         assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
