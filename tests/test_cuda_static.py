@@ -20,6 +20,22 @@ PAGE = ROOT / "docs" / "cuda_kernels.md"
 needs_nvcc = pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc")
 
 
+# Bytes of stack, and accesses to them in near loops, of those that have any. float32 and rows of 512 bytes: an
+# address of far tiles. The others: an H200 was faster with them and larger tiles, or addresses known beforehand.
+SPILLS = {
+    "DqKernel<float, 128, ": (8, 4),
+    "DqKernel<bf16, 256, ": (8, 4),
+    "DqKernel<bf16, 128, ": (16, 9),
+    "DqKernel<bf16, 64, ": (8, 0),
+    "DkDvKernel<bf16, 32, ": (24, 0),
+    "DkDvKernel<bf16, 64, ": (32, 0),
+    "DkDvKernel<bf16, 96, ": (80, 0),
+    "DrKernel<bf16, 32, ": (8, 0),
+    "DrKernel<float, 64, ": (8, 0),
+    "ForwardKernel<RowClassBlock<bf16, 64>": (32, 0),
+}
+
+
 def assert_sound(report: static.Report) -> None:
     works_on_tiles = not re.match(r"(Merge|Sum|Prepare)Kernel", report.kernel)
     if works_on_tiles:
@@ -36,8 +52,8 @@ def assert_sound(report: static.Report) -> None:
         assert boxes >= 3 * report.head // 64 and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
     spills = f"{report.kernel} on sm_{report.arch}: {report.stack} bytes of stack, {report.local} accesses"
-    # A few registers, nearly all outside of near loops: an H200 was faster with them and larger tiles.
-    assert report.stack <= 80 and report.local <= 14, spills
+    stack, local = next((n for name, n in SPILLS.items() if report.kernel.startswith(name)), (0, 0))
+    assert report.stack <= stack and report.local <= local, spills
 
 
 def assert_as_documented(found: list[static.Report], expected: list[tuple[str, int, int, str, str]]) -> None:

@@ -188,8 +188,7 @@ struct DkDvKernel {
     const int new_chunks = follows_band(i0) ? 1 : kChunks;
     for (int chunk = 0; chunk < new_chunks; ++chunk) {
       const int c = lowest_row - i0 + chunk * BM;
-      copier.template copy<BM>(ring(), ring_row(i0, chunk * BM), r_rows,
-                               c >= 0 && c + BM <= static_cast<int>(p.N), c,
+      copier.template copy<BM>(ring(), ring_row(i0, chunk * BM), r_rows, has_rows(p, c, BM), c,
                                [&](int n) { return RowOf{p.r_row(c + n), true}; });
     }
   }

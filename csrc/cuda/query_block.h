@@ -166,11 +166,9 @@ struct QueryBlock {
     copier.template copy<BN>(to, 0, from, mask.has_keys(j0, BN), j0, [&](int n) { return mask.key(j0 + n); });
   }
   TXL_DEVICE void copy_positions(Tile<BN> to, int c) const {
-    copier.template copy<BN>(to, 0, r_rows, has_rows(c, BN), c,
+    copier.template copy<BN>(to, 0, r_rows, has_rows(p, c, BN), c,
                              [&](int n) { return RowOf{p.r_row(c + n), true}; });
   }
-  // Whether none of these rows of r is clamped.
-  TXL_DEVICE bool has_rows(int c, int count) const { return c >= 0 && c + count <= static_cast<int>(p.N); }
 
   // f(where in the ring, the first row of r, not yet clamped) for each BN rows that the tile needs anew:
   // none, if it is far.

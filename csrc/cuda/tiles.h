@@ -222,10 +222,15 @@ struct Source {
         wide(view.wide) {}
 };
 
+// Whether none of `count` rows of r from c on is clamped.
+TXL_DEVICE bool has_rows(const Problem& p, int c, int count) {
+  return c >= 0 && c + count <= static_cast<int>(p.N);
+}
+
 // Copies rows of tensors into tiles. A thread has pieces of 16 bytes, of every tile those at the same places;
 // if possible all of a column, so that their addresses differ by constants. What does not depend on the tile
-// is worked out once.
-template <int kThreads, typename Tile>
+// is worked out once, unless long rows leave no registers for it (kHeld false): then anew for every tile.
+template <int kThreads, typename Tile, bool kHeld = kRow<typename Tile::Element, Tile::kHead> <= 256>
 struct Copier {
   using E = typename Tile::Element;
   static constexpr int kPieces = Tile::kHead / kPiece<E>;  // of a row
@@ -256,6 +261,11 @@ struct Copier {
   // block take part.
   template <int kRows, typename F>
   TXL_DEVICE void copy(Tile to, int to_row, const Rows& from, bool whole, int first, F row_of) const {
+    if constexpr (!kHeld) {
+      const Copier<kThreads, Tile, true> now(p);
+      const auto rows_now = now.rows(from.view, opaque(from.b), opaque(from.h));
+      return now.template copy<kRows>(to, to_row, rows_now, whole, first, row_of);
+    }
     if (!from.view.wide) return copy_elements<kRows>(to, to_row, from, row_of);
     if (whole)
       copy_pieces<kRows>(to, to_row, from, [&](int n) { return RowOf{first + n, true}; });

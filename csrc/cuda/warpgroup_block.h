@@ -52,14 +52,14 @@ struct WarpgroupBlock
     if (elected()) {
       copy_panels(this->k_tile(j0), boxed.k_map, j0, this->b);
       this->for_new_rows(j0, [&](Tile to, int c) {
-        if (this->has_rows(c, BN)) copy_panels(to, boxed.r_map, c, 0);
+        if (has_rows(this->p, c, BN)) copy_panels(to, boxed.r_map, c, 0);
       });
       copy_panels(this->v_tile(j0), boxed.v_map, j0, this->b);
       mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
     }
-    if (this->has_rows(this->lowest_row(j0), Base::kChunks * BN)) return;
+    if (has_rows(this->p, this->lowest_row(j0), Base::kChunks * BN)) return;
     this->for_new_rows(j0, [&](Tile to, int c) {
-      if (!this->has_rows(c, BN)) this->copy_positions(to, c), by_threads = true;
+      if (!has_rows(this->p, c, BN)) this->copy_positions(to, c), by_threads = true;
     });
     if (by_threads) commit_copies();
   }
