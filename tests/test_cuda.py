@@ -198,7 +198,7 @@ def test_keys_shared_out(monkeypatch, tmp_path, L, splits, block):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
     monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
-    monkeypatch.setattr(gpu, "key_splits", lambda inputs: splits)
+    monkeypatch.setattr(gpu, "key_splits", lambda inputs, at_once: splits)
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
     check(CUDA, tensors, backward=False)
     check(CUDA, tensors, backward=False, window_size=(100, -1), dropout_p=0.2, dropout_seed=1)

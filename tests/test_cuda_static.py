@@ -21,8 +21,8 @@ needs_nvcc = pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc"
 
 
 # Bytes of stack, and accesses to it in near loops, of those kernels that have any. Of float32 and rows of 512
-# bytes: addresses of far tiles. Of the others: an H200 was faster with them and larger tiles, or with addresses
-# known beforehand.
+# bytes: addresses of far tiles. Of the others: an H200 was faster with them and larger tiles, or with
+# addresses known beforehand.
 SPILLS = {
     "DqKernel<float, 128, ": (8, 4),
     "DqKernel<bf16, 256, ": (8, 6),
