@@ -177,8 +177,8 @@ float16's kernels are bfloat16's with other names of instructions.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
-  Forward's are its block of queries and that: `ForwardBlock` (its last number: warps), `RowClassBlock`, or,
-  for sm_90a, `WarpgroupBlock`, whose products have 64 rows, not 16.
+  Forward's are its block of queries and that: `ForwardBlock` (its last number: warps) or, for sm_90a,
+  `WarpgroupBlock`, whose products have 64 rows, not 16.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

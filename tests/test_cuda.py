@@ -189,8 +189,7 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
     [
         (1, 7, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
         (16, 3, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
-        (40, 2, "ForwardBlock<txl::cuda::bf16, 64, 4>"),
-        (70, 2, "RowClassBlock"),
+        (70, 2, "ForwardBlock<txl::cuda::bf16, 64, 4>"),
         (70, 2, "WarpgroupBlock"),
     ],
 )

@@ -71,8 +71,6 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
     for dropout in ("false", "true"):
         blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]
-        if element != "f32" and head == 64:
-            blocks.append(f"RowClassBlock<{element}, {head}>")
         found += [f"ForwardKernel<{block}, {dropout}>" for block in blocks]
         found += [f"BackwardOf<{element}, {head}, {dropout}>::{name}" for name in ("Dq", "DkDv", "Dr")]
     return found

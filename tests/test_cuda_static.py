@@ -33,7 +33,6 @@ SPILLS = {
     "DkDvKernel<bf16, 96, ": (80, 0),
     "DrKernel<bf16, 32, ": (8, 0),
     "DrKernel<float, 64, ": (8, 0),
-    "ForwardKernel<RowClassBlock<bf16, 64>": (32, 0),
 }
 
 

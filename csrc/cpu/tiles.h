@@ -58,16 +58,15 @@ void tile_store(void* p, int64_t pitch) {
 // apart, from zero.
 template <int c, int a, int b>
 void tile_multiply() {
-  const auto value = [](uint32_t pair, int half) { return bits<float>(pair >> 16 * half << 16); };
-  for (int m = 0; m < kTile; ++m)
-    for (int n = 0; n < kTile; ++n) {
-      float sum[2] = {};
-      for (int k = 0; k < kTile; ++k)
-        for (int half = 0; half < 2; ++half)
-          sum[half] += value(tile_register[a][m][k], half) * value(tile_register[b][k][n], half);
-      const float before = bits<float>(tile_register[c][m][n]);
-      tile_register[c][m][n] = bits<uint32_t>(before + (sum[0] + sum[1]));
+  for (int m = 0; m < kTile; ++m) {
+    Vec<float> first = {}, second = {};
+    for (int k = 0; k < kTile; ++k) {
+      const Vec<uint32_t> x = splat(tile_register[a][m][k]), y = load(tile_register[b][k]);
+      first += first_of(x) * first_of(y), second += second_of(x) * second_of(y);
     }
+    uint32_t* const sums = tile_register[c][m];
+    store(sums, bits<Vec<uint32_t>>(bits<Vec<float>>(load(sums)) + (first + second)));
+  }
 }
 
 #else

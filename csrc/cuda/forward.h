@@ -5,7 +5,6 @@
 #pragma once
 
 #include "query_block.h"
-#include "row_class_block.h"
 
 namespace txl::cuda {
 
@@ -27,8 +26,8 @@ struct ForwardParams {
   TXL_HD float* total() const { return origin() + splits * rows(); }
 };
 
-// Block: what computes the products of a tile: ForwardBlock, RowClassBlock or WarpgroupBlock. Its queries 0
-// and 1 are q + u and q + v. kDropout: whether any probability may be dropped.
+// Block: what computes the products of a tile: ForwardBlock or WarpgroupBlock. Its queries 0 and 1 are
+// q + u and q + v. kDropout: whether any probability may be dropped.
 template <typename Block, bool kDropout>
 struct ForwardKernel : private Block {
   using Params = ForwardParams<typename Block::ForwardTensors>;
@@ -98,8 +97,7 @@ struct ForwardKernel : private Block {
 
   // q + u and q + v, rounded as the operands of a product must be. q comes where q + v will be.
   TXL_DEVICE void load_queries() {
-    copy_rows<kThreads, BM>(query_rows(1), t.q, b, h, p,
-                            [&](int n) { return mask.query(i0 + Block::query_at(n)); });
+    copy_rows<kThreads, BM>(query_rows(1), t.q, b, h, p, [&](int n) { return mask.query(i0 + n); });
     commit_copies();
     using Numbers = Piece<E>;
     constexpr int kPieces = kHead / Numbers::kChannels;
@@ -263,8 +261,7 @@ struct ForwardKernel : private Block {
   }
 };
 
-// The compiler would spill for one more block, for which there is hardly ever shared memory; by row classes,
-// that would be half the registers.
+// The compiler would spill for one more block, for which there is hardly ever shared memory.
 template <typename Block, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
@@ -339,19 +336,13 @@ int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, vo
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
 int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
-  const int64_t L = params.p.L;
-  if (L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
+  if (params.p.L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
     if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
   }
 #endif
-  using Pitch = ForwardBlock<E, kHead, 4>;
-  // Of longer rows the band does not fit into registers; with shorter ones fewer warps would fit.
-  if constexpr (is_half<E> && kHead == 64) {
-    if (L > Pitch::BM) return launch_block<RowClassBlock<E, kHead>>(params, stream);
-  }
-  return launch_block<Pitch>(params, stream);
+  return launch_block<ForwardBlock<E, kHead, 4>>(params, stream);
 }
 
 // parts: [splits, B * H * L * (D + 2)], or null for one split.

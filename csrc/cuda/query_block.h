@@ -11,16 +11,11 @@
 
 namespace txl::cuda {
 
-// How the band is moved: by the pitch of shared memory, as told above; in registers (row_class_block.h); by
-// the pitch too, but of columns that four warps share (warpgroup_block.h).
-enum class Shift { pitch, row_classes, warpgroups };
-
 // kChannels: of a tile, at least D. kKeys: of a tile. kOperands: of BM queries each, the first kHeld of which
-// are kept in registers; the others are read again for every tile of keys.
-template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld,
-          Shift kShift = Shift::pitch>
+// are kept in registers; the others are read again for every tile of keys. kPanels: tiles lie as wgmma reads
+// them (warpgroup_block.h).
+template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld, bool kPanels = false>
 struct QueryBlock {
-  static constexpr bool kPanels = kShift == Shift::warpgroups, kClasses = kShift == Shift::row_classes;
   using Element = E;
   using ForwardTensors = Forward;  // what copy_tile is given by forward
   static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
@@ -40,7 +35,7 @@ struct QueryBlock {
   // queries that are held lie beneath the rest until they are in registers.
   static constexpr uint32_t kTileBytes = BN * Tile<BN>::kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * Tile<BM>::kRowBytes;
-  static constexpr uint32_t kBandBytes = kClasses ? 0 : kWarps * 16 * kBandPitch * 4;
+  static constexpr uint32_t kBandBytes = kWarps * 16 * kBandPitch * 4;
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
   static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
@@ -89,12 +84,9 @@ struct QueryBlock {
 
   // The lane's query y, of two, is the block's query row_of_lane(y).
   static TXL_DEVICE int row_of_lane(int y) {
-    const int thread = opaque(thread_index()), row = thread % 32 / 4 + 8 * y;
-    return kClasses ? thread / 32 + 8 * row : thread / 32 * 16 + row;
+    const int thread = opaque(thread_index());
+    return thread / 32 * 16 + thread % 32 / 4 + 8 * y;
   }
-  // Which of the block's queries lies where in shared memory: a warp's 16 are neighbours there.
-  static TXL_DEVICE int query_at(int place) { return kClasses ? place % 16 * 8 + place / 16 : place; }
-  static_assert(!kClasses || kWarps == 8, "a warp for each class");
 
   // ---- Queries ----
 
@@ -187,8 +179,8 @@ struct QueryBlock {
     sync_threads();
   }
 
-  // score = (q + u) k^T + (q + v) r^T, moved. RowClassBlock and WarpgroupBlock have a take_scores of their
-  // own, WarpgroupBlock also begin_copies, copy_tile, wait_tile, add_keys and add_values.
+  // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupBlock has a take_scores of its own, and also
+  // begin_copies, copy_tile, wait_tile, add_keys and add_values.
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     take_band(score, j0);
     add_keys(score, j0);
@@ -221,7 +213,6 @@ struct QueryBlock {
 
   // The warp's 16 rows of it.
   TXL_DEVICE uint32_t own_band() const {
-    static_assert(kBandBytes > 0, "the band lies in shared memory");
     return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
   }
 

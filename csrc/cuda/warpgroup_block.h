@@ -22,8 +22,7 @@ struct BoxedForward : Forward {
 // Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
 // one operand of two.
 template <typename E, int kHead>
-struct WarpgroupBlock
-    : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), Shift::warpgroups> {
+struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), true> {
   using Base = typename WarpgroupBlock::QueryBlock;
   using Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
   using Tile = typename Base::template Tile<BN>;
