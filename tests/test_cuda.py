@@ -9,6 +9,7 @@ Without that variable this file builds the library and runs itself that way, in 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import subprocess
@@ -21,6 +22,7 @@ from helpers import (
     EMULATED,
     ROOT,
     TESTS,
+    assert_accurate,
     assert_same_bits,
     bf16,
     check,
@@ -28,8 +30,10 @@ from helpers import (
     f32,
     inputs,
     key_range,
+    plain,
     randn_like,
     run,
+    truth,
 )
 
 from txl_kernels import BackendUnavailable, cuda, gpu, registry, rel_attention
@@ -111,6 +115,38 @@ def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     ran = (tmp_path / "trace").read_text().splitlines()
     assert all("WarpgroupBlock" in line or "MergeKernel" in line for line in ran)
     assert (boxes(ran) > 0) == (case["D"] % 8 == 0)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(N=90, window_size=(150, 20), causal=False, r_zero=60),
+        dict(N=40, key_range=((0, 230), (60, 61), (5, 5)), dropout_p=0.3, dropout_seed=3),
+    ],
+    ids=["plain", "clamped", "dropped"],
+)
+@pytest.mark.parametrize(
+    "dtype, D", [(bf16, 64), (f16, 200), (f32, 50)], ids=["bfloat16", "float16", "float32"]
+)
+def test_the_gradient_of_scores_in_parts(monkeypatch, tmp_path, options, dtype, D):
+    options = dict(options)
+    if "key_range" in options:
+        options["key_range"] = key_range(*options["key_range"])
+    tensors = inputs(B=3, H=2, L=150, K=230, D=D, N=options.pop("N", None), dtype=dtype)
+    dout = randn_like(tensors["q"])
+    whole, *exact = (of(tensors, dout, **options) for of in (functools.partial(run, CUDA), truth, plain))
+    # Rows of dS, of which a head has 192 here, and how many launches they make of three entries by two heads.
+    for rows, launches in [(6 * 192, 1), (4 * 192, 2), (2 * 192, 4), (128, 12), (0, 18)]:
+        monkeypatch.setattr(cuda, "SLOPE_BYTES", rows * 256 * dtype.itemsize)
+        trace = tmp_path / str(rows)
+        monkeypatch.setenv("TXL_EMULATION_TRACE", str(trace))
+        parts = run(CUDA, tensors, dout, **options)
+        assert sum("DkDvKernel" in line for line in trace.read_text().splitlines()) == launches
+        # dk and dv go on where the chunk before has left them; the other sums begin anew.
+        assert_same_bits(*({n: of[n] for n in ("dq", "dk", "dv")} for of in (whole, parts)))
+        assert_accurate(parts, *exact, dtype)
 
 
 def boxes(trace):

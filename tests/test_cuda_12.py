@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda_static import may_spill, short
 from helpers import EMULATED, ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -69,10 +70,11 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
         block = f"WarpgroupBlock<{element}, {head}>"
         return [f"ForwardKernel<{block}, {dropout}>" for dropout in ("false", "true")]
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
+    found += [f"BackwardOf<{element}, {head}, false>::{name}" for name in ("Dq", "Dr")]
     for dropout in ("false", "true"):
         blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]
         found += [f"ForwardKernel<{block}, {dropout}>" for block in blocks]
-        found += [f"BackwardOf<{element}, {head}, {dropout}>::{name}" for name in ("Dq", "DkDv", "Dr")]
+        found.append(f"BackwardOf<{element}, {head}, {dropout}>::DkDv")
     return found
 
 
@@ -127,4 +129,4 @@ def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
         assert len(spills) == len(names)
         # As test_cuda_static.py asks of nvcc's.
-        assert not [name for name, count in spills if int(count) > 0]
+        assert not [(name, count) for name, count in spills if int(count) > may_spill(short(name))]

@@ -285,7 +285,8 @@ def _blocks(vendor: Vendor, code: str) -> tuple[list[list[Instruction]], network
 def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
     """The whole kernel, then its innermost loops over tiles, in the order of the code.
 
-    A loop over tiles is one that takes exponentials. Others wait for a barrier, or go over batch entries.
+    A loop over tiles is one that takes exponentials or, where none does, one with tensor cores' products.
+    Others wait for a barrier, or go over batch entries.
     """
     blocks, graph = _blocks(vendor, code)
     yield _count(vendor, itertools.chain(*blocks))
@@ -301,11 +302,16 @@ def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
             body = bodies.setdefault(head, {head})
             if tail != head:
                 body |= {tail} | networkx.ancestors(networkx.restricted_view(graph, [head], []), tail)
-    over_tiles = {
-        head: body
-        for head, body in bodies.items()
-        if any(vendor.kinds["exponential"].match(i.name) for n in body for i in blocks[n])
-    }
+
+    def with_any(kind: str) -> dict[int, set[int]]:
+        names = vendor.kinds[kind]
+        return {
+            head: body
+            for head, body in bodies.items()
+            if any(names.match(i.name) for n in body for i in blocks[n])
+        }
+
+    over_tiles = with_any("exponential") or with_any("tensor")
     for head, body in sorted(over_tiles.items()):
         if not any(other != head and others < body for other, others in over_tiles.items()):
             yield _count(vendor, itertools.chain(*(blocks[n] for n in body)))

@@ -5,6 +5,10 @@ backend serves tensors on the CPU, slowly, every access to memory checked.
 
 On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
 than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
+
+Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
+time as 256 MiB hold, whatever L and K are. TXL_CUDA_SLOPE_MIB, or SLOPE_BYTES in this module: another bound.
+With less of it there is less to do at once.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ _FLOAT32_HEAD = 128
 # Every GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
+
+# Bytes that backward's gradient of scores may take at a time (but 64 queries of a head are the least).
+SLOPE_BYTES = int(os.environ.get("TXL_CUDA_SLOPE_MIB", "256")) << 20
 
 # Blocks of few queries that shared memory has room for, D 64 or 128.
 _AT_ONCE = 6
@@ -122,4 +129,4 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with gpu.current(device):
-        return run_backward(op, dout, inputs, out, lse, options, _stream(device))
+        return run_backward(op, dout, inputs, out, lse, options, SLOPE_BYTES, _stream(device))

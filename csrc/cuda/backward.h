@@ -1,10 +1,13 @@
-// Backward: the scores are rebuilt three times, each time in the order in which one kind of gradient is a sum
-// that a block can keep to itself. So no atomics, and the same bits every time.
+// Backward: the scores are rebuilt once, and what they lead to, dS, is kept for as long as it takes to sum it
+// up along queries, keys and rows of r. All of it would be an L x K matrix; so the problem is cut, and a
+// bounded part of dS exists at a time (Chunks). Every sum has one block and a fixed order: no atomics, and
+// the same bits every time.
 //
 //   PrepareKernel                                     q + u, q + v, delta
-//   DqKernel     a block of queries, over keys        dq, and what clamped pairs add to the ends of dr
-//   DkDvKernel   a block of keys, over queries        dk, dv, parts of du
-//   DrKernel     a block of rows of r, over queries   dr, parts of v's gradient
+//   for each chunk:
+//     DkDvKernel   a block of keys, over queries      dS, dk, dv, parts of du
+//     DqKernel     a block of queries, over keys      dq, and what clamped pairs add to the ends of dr
+//     DrKernel     a block of rows of r, over queries   dr, parts of v's gradient
 //   SumKernel                                         sums of the parts
 #pragma once
 
@@ -16,8 +19,8 @@ namespace txl::cuda {
 
 // Floats. Follows no pointer.
 template <typename E, int kHead>
-int64_t backward_workspace(const Problem& p) {
-  return Workspace(p, sizeof(E), nullptr).floats;
+int64_t backward_workspace(const Problem& p, int64_t budget) {
+  return Workspace(p, sizeof(E), kHead, budget, nullptr).floats;
 }
 
 // The tiles of a class of head dimensions. With rows of up to 256 bytes a block has less than 100 KiB of
@@ -26,12 +29,10 @@ template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
-  // dq of float32 has sums of its own beside every accumulator, and operands that are split: it takes fewer.
-  static constexpr int kDqKeys = kWide || !is_half<E> ? 16 : kNarrow ? 64 : 32;
-  static constexpr int kDqHeld = kNarrow ? 3 : kDqKeys == 32 ? 2 : 1;
-  using Dq = DqKernel<E, kHead, kDqKeys, kDqHeld, kDropout>;
   using DkDv = DkDvKernel<E, kHead, (kWide ? 32 : 64), kNarrow, kDropout>;
-  using Dr = DrKernel<E, kHead, (kWide ? 16 : 32), !kWide, kDropout>;
+  // float32, split into two, leaves fewer registers.
+  using Dq = DqKernel<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>;
+  using Dr = DrKernel<E, kHead, (kWide ? 32 : 64)>;
   static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
                           Dr::kSharedBytes <= 99 * 1024),
                 "every GPU has it");
@@ -45,39 +46,44 @@ struct Type {
   using type = T;
 };
 
-// workspace: aligned to 16 bytes. Every size but the batch is at least 1.
+// workspace: aligned to 16 bytes. budget: of dS, in bytes. Every size but the batch is at least 1.
 template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                    void* stream) {
-  const BackwardParams params{
-      p, t, dropout_seed, Workspace(p, sizeof(E), workspace), Workspace::clamps(p), Scales(p)};
+                    int64_t budget, void* stream) {
+  BackwardParams params{
+      p,         t, dropout_seed, Workspace(p, sizeof(E), kHead, budget, workspace), Workspace::clamps(p),
+      Scales(p), {}};
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {
     using Kernel = typename decltype(kernel)::type;
     if (!error) error = launch<Kernel>(Kernel::blocks(x), shared_bytes, x, stream);
   };
-  const auto sum = [&](auto out, const float* parts, int64_t outer, int64_t inner, int64_t width,
-                       const View& to, double factor) {
-    const SumParams x{parts, outer, p.H, inner, width, p.D, to, static_cast<float>(factor)};
+  const auto sum = [&](auto out, const float* parts, int64_t outer, int64_t heads, int64_t inner,
+                       int64_t width, int64_t D, const View& to, double factor) {
+    const SumParams x{parts, outer, heads, inner, width, D, to, static_cast<float>(factor)};
     start(Type<SumKernel<typename decltype(out)::type>>{}, x, SumKernel<float>::kSharedBytes);
   };
   const auto each = [&](auto dropout) {
     using Of = BackwardOf<E, kHead, decltype(dropout)::value>;
+    using DkDv = typename Of::DkDv;
+    using Dq = typename Of::Dq;
+    using Dr = typename Of::Dr;
     start(Type<PrepareKernel<E, kHead>>{}, params, 0);
-    start(Type<typename Of::Dq>{}, params, Of::Dq::kSharedBytes);
-    if (params.clamps) {
+    w.chunks.each(p, [&](const Chunk& chunk) {
+      params.chunk = chunk;
+      start(Type<DkDv>{}, params, DkDv::kSharedBytes);
+      start(Type<Dq>{}, params, Dq::kSharedBytes);
       const int64_t width = 2 * (p.D + 1);
-      const SumParams x{w.clamped_parts,          p.B, p.H, Of::Dq::parts(params), width, width,
-                        {w.clamped, 0, width, 0}, 1.0f};
-      start(Type<SumKernel<float>>{}, x, SumKernel<float>::kSharedBytes);
-    }
-    start(Type<typename Of::DkDv>{}, params, Of::DkDv::kSharedBytes);
-    start(Type<typename Of::Dr>{}, params, Of::Dr::kSharedBytes);
-    if (t.du.data) sum(Type<E>{}, w.du_parts, p.B, Of::DkDv::parts(params), p.D, t.du, p.scale);
+      if (params.clamps)
+        sum(Type<float>{}, w.clamped_parts, chunk.batches, chunk.heads, Dq::parts(params), width, width,
+            View{w.clamped, 0, width, 0}, 1);
+      start(Type<Dr>{}, params, Dr::kSharedBytes);
+    });
+    if (t.du.data) sum(Type<E>{}, w.du_parts, p.B, p.H, DkDv::parts(params), p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
-      sum(Type<E>{}, w.dv_bias_parts, w.splits, Of::Dr::parts(params), p.D, t.dv_bias, p.scale);
-    if (w.splits > 1) sum(Type<E>{}, w.dr_parts, w.splits, 1, p.N * p.D, t.dr, 1);
+      sum(Type<E>{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);
+    if (!w.whole_dr) sum(Type<E>{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
   if (p.dropout_p > 0)
     each(std::true_type{});

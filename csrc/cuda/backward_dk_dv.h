@@ -1,6 +1,7 @@
-// dk and dv: a block owns BN keys of a head and goes over the queries that see them in tiles of BM. Its warps
-// first share out the band, by queries, and leave it in shared memory; then each warp owns 16 of the keys,
-// and its scores are transposed: rows are keys, columns are queries. So P and dS are A operands as they are.
+// dk, dv and dS: a block owns BN keys of a head and goes over the queries that see them in tiles of BM. Its
+// warps first share out the band, by queries, and leave it in shared memory; then each warp owns 16 of the
+// keys, and its scores are transposed: rows are keys, columns are queries. So P and dS are A operands as they
+// are. dS goes to memory besides, turned back.
 //
 //   band      (q + v) r^T     16 queries, a part of their 16 + BN columns
 //   score^T   k (q + u)^T     starts from what is read from the band: row j of query y from column 15 - y + j
@@ -22,7 +23,7 @@ struct QueryTiles {
 };
 
 template <int BM, int BN>
-TXL_DEVICE QueryTiles query_tiles(const Problem& p, Range batch, int64_t j0) {
+TXL_DEVICE QueryTiles query_tiles(const Problem& p, const Chunk& chunk, Range batch, int64_t j0) {
   const int64_t low = larger(j0, batch.lo), high = smaller(j0 + BN, batch.hi) - 1, origin = p.position(0);
   const int64_t begin = floor_to<BM>(low - p.right - origin);
   const int64_t end = low <= high ? larger(begin, smaller(high + p.left - origin + 1, p.L)) : begin;
@@ -33,11 +34,8 @@ TXL_DEVICE QueryTiles query_tiles(const Problem& p, Range batch, int64_t j0) {
   const int64_t c = p.band(0, j0);  // the row of query 0 and the first key
   const int64_t near = smaller(larger(floor_to<BM>(c - p.N + 1), all_lo), all_hi);
   const int64_t far_first = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);
-  QueryTiles t;
-  t.begin = static_cast<int>(begin), t.far_last = static_cast<int>(all_lo), t.near = static_cast<int>(near);
-  t.far_first = static_cast<int>(far_first), t.all_hi = static_cast<int>(all_hi);
-  t.end = static_cast<int>(end);
-  return t;
+  return {chunk.within(begin),     chunk.within(all_lo), chunk.within(near),
+          chunk.within(far_first), chunk.within(all_hi), chunk.within(end)};
 }
 
 // kHeld: keys and values are kept in registers; else they are read again for every tile.
@@ -63,7 +61,7 @@ struct DkDvKernel {
   static constexpr uint32_t kSharedBytes = kStatisticsAt + BM * sizeof(Statistics);
 
   static int64_t parts(const Params& x) { return (x.p.K + BN - 1) / BN; }  // of a head
-  static int64_t blocks(const Params& x) { return parts(x) * x.p.H * x.p.B; }
+  static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * x.chunk.batches; }
   static TXL_DEVICE void run(const Params& params) { DkDvKernel(params).collect(); }
 
  private:
@@ -89,11 +87,11 @@ struct DkDvKernel {
         p(x.p),
         t(x.t),
         // Neighbours in the grid share a head; of a causal call the first keys are seen by most queries.
-        b(block_index() / blocks_of_head() / static_cast<int>(p.H)),
-        h(block_index() / blocks_of_head() % static_cast<int>(p.H)),
+        b(x.chunk.b + block_index() / blocks_of_head() / x.chunk.heads),
+        h(x.chunk.h + block_index() / blocks_of_head() % x.chunk.heads),
         j0(block_index() % blocks_of_head() * BN),
         mask(p, p.keys_of_batch(b)),
-        tiles(query_tiles<BM, BN>(p, {mask.lo, mask.hi}, j0)),
+        tiles(query_tiles<BM, BN>(p, x.chunk, {mask.lo, mask.hi}, j0)),
         lowest_row(static_cast<int>(p.band(BM - 1, j0))),
         own_key(warp() % kKeyGroups * 16),
         own_channel(warp() / kKeyGroups * kChannels),
@@ -124,6 +122,11 @@ struct DkDvKernel {
   TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
 
   TXL_DEVICE void collect() {
+    if (params.chunk.lo > 0)
+      each_sum([](float& x, float& y, const float* from) {
+        const auto pair = load_own(reinterpret_cast<const float2*>(from));
+        x = pair.x, y = pair.y;
+      });
     if (tiles.begin < tiles.end) {
       load_keys();
       if (!is_far(tiles.begin)) copy_position(tiles.begin);
@@ -284,6 +287,7 @@ struct DkDvKernel {
       const auto a = Square<E>::of(ds[n], ds[n + 1]);
       add_rows<kMasked>(dk, a, q_u(), 8 * (first + n), own_channel);
       add_sum(ds_sum, a);
+      if (kKeyGroups == kWarps || own_channel == 0) store_slopes(a, i0 + 8 * (first + n));
     }
   }
 
@@ -310,7 +314,38 @@ struct DkDvKernel {
     }
   }
 
+  // dS of 16 queries from i on and the warp's keys.
+  TXL_DEVICE void store_slopes(const Square<E>& a, int i) const {
+    const int64_t columns = params.w.chunks.columns;
+    if constexpr (is_half<E>) {
+      E* const to = params.slopes<E>(opaque(b), opaque(h), i + lane() / 4, j0 + own_key + lane() % 4 * 2);
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 4; ++n)
+        store_global(reinterpret_cast<uint32_t*>(to + n / 2 * 8 * columns + n % 2 * 8),
+                     transpose_matrix(a.part[0].r[n]));
+    } else {
+      E* const to = params.slopes<E>(opaque(b), opaque(h), i + lane() % 4 * 2, j0 + own_key + lane() / 4);
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 2; ++n)
+        for (int x = 0; x < 4; ++x)
+          store_global(to + (8 * n + x / 2) * columns + x % 2 * 8, bits<float>(a.part[n].r[x]));
+    }
+  }
+
   // ---- Results ----
+
+  // f(two neighbours of dk or dv, where they are among the sums that chunks of a head's queries share).
+  template <typename F>
+  TXL_DEVICE void each_sum(F f) {
+    float* const sums = params.w.sums + static_cast<int64_t>(key(0)) * kHead + own_channel + lane() % 4 * 2;
+    TXL_UNROLL_GPU
+    for (int d = 0; d < kOwnTiles; ++d)
+      for (int y = 0; y < 2; ++y) {
+        float* const of_dk = sums + 8 * y * kHead + 8 * d;
+        f(dk[d][2 * y], dk[d][2 * y + 1], of_dk);
+        f(dv[d][2 * y], dv[d][2 * y + 1], of_dk + params.w.chunks.columns * kHead);
+      }
+  }
 
   TXL_DEVICE void store() {
     sync_threads();  // all are done with the keys and values
@@ -320,22 +355,28 @@ struct DkDvKernel {
       for (int y = 0; y < 2; ++y)
         store_shared(base + kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);
     sync_threads();
-    write_rows<kHead, kThreads>(k_tile(), BN, Source<E>(t.dk, b, h, p), j0, p.K);
-    write_rows<kHead, kThreads>(v_tile(), BN, Source<E>(t.dv, b, h, p), j0, p.K);
+    if (params.chunk.last) {
+      write_rows<kHead, kThreads>(k_tile(), BN, Source<E>(t.dk, b, h, p), j0, p.K);
+      write_rows<kHead, kThreads>(v_tile(), BN, Source<E>(t.dv, b, h, p), j0, p.K);
+    } else {
+      each_sum(
+          [](float x, float y, float* to) { store_global(reinterpret_cast<float2*>(to), float2{x, y}); });
+    }
     if (t.du.data) store_du();
   }
 
-  // The block's part of du: its keys by their sums of dS.
+  // The block's part of du: its keys by their sums of dS, over the queries of all chunks.
   TXL_DEVICE void store_du() {
     const Source<E> k_rows(t.k, b, h, p);
     const int64_t part = (static_cast<int64_t>(b) * p.H + h) * blocks_of_head() + j0 / BN;
     for (int d = thread_index(); d < p.D; d += kThreads) {
-      float sum = 0;
+      float* const to = params.w.du_parts + part * p.D + d;
+      float sum = params.chunk.lo > 0 ? load_own(to) : 0;
       for (int j = larger(mask.lo, j0); j < smaller(mask.hi, j0 + BN); ++j) {
         const float ds = load_shared<float>(base + kBandAt + static_cast<uint32_t>(j - j0) * 4);
         sum += ds * finite(to_float(load_global(k_rows.data + j * k_rows.row + d)));
       }
-      store_global(params.w.du_parts + part * p.D + d, sum);
+      store_global(to, sum);
     }
   }
 };

@@ -1,5 +1,5 @@
 // dq: a block owns 64 queries of a head, each of its warps 16 of them, and goes over the keys that they see
-// in tiles of BN, as forward does (query_block.h).
+// in tiles of BN, as forward does (query_block.h). dS it takes from memory.
 //
 // The gradient of the band. Every element of a tile's dS belongs to one column of the band, one pair to each:
 // row y of a warp's 16 goes to 16 rows of shared memory from column 15 - y on, the opposite of forward's
@@ -13,49 +13,47 @@
 
 namespace txl::cuda {
 
-// kHeld: how many of q + u, q + v and dO, queries 0, 1 and 2, are kept in registers.
-template <typename E, int kHead, int BN, int kHeld, bool kDropout>
-struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
+template <typename E, int kHead, int BN>
+struct DqKernel : private QueryBlock<E, kHead, BN, 4, 0, 0> {
   using Params = BackwardParams;
-  using Block = QueryBlock<E, kHead, BN, 4, 3, kHeld>;
-  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::kKeyTiles, Block::kHeadTiles;
-  // The gradient of the band lies where the band was. Bytes, an odd number of 16; or of 32, which are read by
-  // pairs.
+  using Block = QueryBlock<E, kHead, BN, 4, 0, 0>;
+  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::kHeadTiles;
+  // The gradient of the band lies where the band of scores would. Bytes, an odd number of 16; or of 32, which
+  // are read by pairs.
   static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * Block::kBandPitch;
-  static_assert(kSlopePitch <= 4 * Block::kBandPitch, "whole fragments");
+  static constexpr int kSquares = BN / 16;
 
-  static int64_t parts(const Params& x) { return Block::blocks_of_head(x.p); }  // of a head
-  static int64_t blocks(const Params& x) { return parts(x) * x.p.H * x.p.B; }
+  static TXL_HD int64_t parts(const Params& x) { return div_up(x.chunk.hi - x.chunk.lo, BM); }  // of a head
+  static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * x.chunk.batches; }
   static TXL_DEVICE void run(const Params& params) { DqKernel(params).collect(); }
 
  private:
   using Block::copy_tile;
-  using Block::is_masked, Block::is_far, Block::follows_band, Block::row_of_lane, Block::query_rows;
-  using Block::k_tile, Block::v_tile, Block::ring, Block::ring_row, Block::lowest_row, Block::own_column;
+  using Block::is_masked, Block::is_far, Block::follows_band, Block::row_of_lane;
+  using Block::k_tile, Block::ring, Block::ring_row, Block::lowest_row, Block::own_column;
   using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles, Block::base;
 
   const Params& params;
   const Backward& t;
-  uint64_t seed;
-  float lse[2], delta[2];
+  const E* slopes;           // dS of the lane's first query, from its first key of 16 on
+  Square<E> next[kSquares];  // dS of the tile to come
   Square<E> slope_carry;     // the columns of the band's gradient that the tile before left over
-  float clamped[2][2];       // sums of dS over pairs that are clamped to the first row of r, and to the last
-  float acc[kHeadTiles][4];  // dq, without the clamped pairs' position part
+  float clamped[2][4] = {};  // sums of dS over pairs that are clamped to the first row of r, and to the last
+  float acc[kHeadTiles][4] = {};  // dq, without the clamped pairs' position part
 
   TXL_DEVICE explicit DqKernel(const Params& x)
-      : Block(x.p, x.t, 1, x.p.K),
+      : Block(x.p, x.t, place(x)),
         params(x),
         t(x.t),
-        seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
-        clamped{},
-        acc{} {
-    for (int y = 0; y < 2; ++y) {
-      const int i = i0 + row_of_lane(y);
-      const bool exists = i < mask.L;
-      // Of queries beyond the last, every probability is 0.
-      const Statistics query = exists ? load_global(x.queries(b, h) + i) : Statistics{infinity(), 0, 0, 0};
-      lse[y] = query.lse, delta[y] = query.delta;
-    }
+        slopes(x.slopes<E>(b, h, i0 + row_of_lane(0), lane() % 4 * 2)) {}
+
+  // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
+  static TXL_DEVICE typename Block::Place place(const Params& x) {
+    const Chunk& chunk = x.chunk;
+    const int blocks = static_cast<int>(div_up(chunk.hi - chunk.lo, BM)), head = block_index() / blocks;
+    const int b = chunk.b + head / chunk.heads;
+    return {b, chunk.h + head % chunk.heads, chunk.lo + (blocks - 1 - block_index() % blocks) * BM,
+            x.p.keys_of_batch(b)};
   }
 
   // Whether the band's gradient lacks pairs: some are not seen, here or in what was carried, or there was
@@ -65,114 +63,87 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
 
   TXL_DEVICE void collect() {
     if (tiles.begin < tiles.end) {
-      load_queries();
       copy_tile(tiles.begin);
+      load_slopes(tiles.begin);
     }
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
       this->wait_tile();
       base = opaque(base);
-      if (j0 + BN < tiles.end) copy_tile(j0 + BN);
+      Square<E> ds[kSquares];
+      TXL_UNROLL_GPU
+      for (int n = 0; n < kSquares; ++n) ds[n] = next[n];
+      if (j0 + BN < tiles.end) {
+        copy_tile(j0 + BN);
+        load_slopes(j0 + BN);
+      }
       if (is_far(j0))
-        add_tile<true, false>(j0);
+        add_tile<true, false>(ds, j0);
       else if (is_edge(j0))
-        add_tile<false, true>(j0);
+        add_tile<false, true>(ds, j0);
       else
-        add_tile<false, false>(j0);
+        add_tile<false, false>(ds, j0);
     }
     store();
   }
 
-  // ---- Loads ----
-
-  TXL_DEVICE void load_queries() {
-    const auto row = [&](int y) { return mask.query(i0 + y); };
-    copy_rows<kThreads, BM>(query_rows(0), params.w.q_u, b, h, p, row);
-    copy_rows<kThreads, BM>(query_rows(1), params.w.q_v, b, h, p, row);
-    copy_rows<kThreads, BM>(query_rows(2), t.dout, b, h, p, row);
-    commit_copies();
-    wait_copies<0>();
-    sync_threads();
-    this->hold_queries();
+  // As accumulators of scores have it. Of tiles that no query of some chunk's tile sees there is anything.
+  TXL_DEVICE void load_slopes(int j0) {
+    TXL_UNROLL_GPU
+    for (int m = 0; m < kSquares; ++m)
+      for (int n = 0; n < 2; ++n)
+        for (int y = 0; y < 2; ++y) {
+          const E* const from = slopes + 8 * y * params.w.chunks.columns + j0 + 16 * m + 8 * n;
+          if constexpr (is_half<E>) {
+            next[m].part[0].r[2 * n + y] = load_global(reinterpret_cast<const uint32_t*>(from));
+          } else {
+            const auto pair = load_global(reinterpret_cast<const uint2*>(from));
+            next[m].part[n].r[y] = pair.x, next[m].part[n].r[y + 2] = pair.y;
+          }
+        }
   }
 
   // ---- A tile ----
 
   template <bool kFar, bool kEdge>
-  TXL_DEVICE void add_tile(int j0) {
-    float ds[kKeyTiles][4] = {};
-    if constexpr (kFar) {
-      add_far_term(ds, j0);
-      this->add_keys(ds, j0);
-    } else {
-      this->take_scores(ds, j0);
-    }
-    float dp[kKeyTiles][4] = {};
-    this->template add_query_product<2>(dp, v_tile(j0), [](int n) { return n; });
-    if constexpr (kDropout) drop(dp, j0);
-    const int i = i0 + row_of_lane(0), j = j0 + lane() % 4 * 2;
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) {
-        const float gradient =
-            probability(multiply_add(ds[n][x], params.scale.scores, -lse[x / 2])) * (dp[n][x] - delta[x / 2]);
-        // A pair that is not seen may hold NaN.
-        ds[n][x] = !kEdge || mask.sees(i + x / 2 * 8, j + 8 * n + x % 2) ? gradient : 0.0f;
-      }
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; n += 2)
-      add_rows<kEdge>(acc, Square<E>::of(ds[n], ds[n + 1]), k_tile(j0), 8 * n, 0);
-    if constexpr (kFar)
-      add_clamped(ds, j0 < tiles.near ? 0 : 1);
-    else
-      add_slope<kEdge>(ds, j0);
-  }
-
-  TXL_DEVICE void add_far_term(float (&score)[kKeyTiles][4], int j0) {
-    for (int y = 0; y < 2; ++y) {
-      const int i = smaller(i0 + row_of_lane(y), mask.L - 1);
-      const Statistics query = load_global(params.queries(opaque(b), h) + i);
+  TXL_DEVICE void add_tile(Square<E> (&ds)[kSquares], int j0) {
+    if constexpr (kEdge) {
+      const int i = i0 + row_of_lane(0), j = j0 + lane() % 4 * 2;
       TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles; ++n)
-        score[n][2 * y] = score[n][2 * y + 1] = j0 < tiles.near ? query.first : query.last;
+      for (int m = 0; m < kSquares; ++m)
+        ds[m].keep([&](int n, int x) { return mask.sees(i + x / 2 * 8, j + 16 * m + 8 * n + x % 2); });
     }
-  }
-
-  // dP is dO v^T of the keys that were kept.
-  TXL_DEVICE void drop(float (&dp)[kKeyTiles][4], int j0) {
-    this->draw_dropout(seed, j0);
     TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) dp[n][x] = this->keeps(j0, n, x) ? dp[n][x] * params.scale.kept : 0.0f;
+    for (int m = 0; m < kSquares; ++m) add_rows<kEdge>(acc, ds[m], k_tile(j0), 16 * m, 0);
+    if constexpr (kFar) {  // every pair of the tile uses the first row of r, or the last
+      const bool of_last = j0 >= tiles.near;
+      float sum[4] = {};
+      TXL_UNROLL_GPU
+      for (int m = 0; m < kSquares; ++m) add_sum(sum, ds[m]);
+      for (int x = 0; x < 4; ++x)
+        clamped[0][x] += of_last ? 0.0f : sum[x], clamped[1][x] += of_last ? sum[x] : 0.0f;
+    } else {
+      add_slope<kEdge>(ds, j0);
+    }
   }
 
   // ---- Position ----
 
-  // Every pair of the tile uses the first row of r (end 0), or the last (1).
-  TXL_DEVICE void add_clamped(const float (&ds)[kKeyTiles][4], int end) {
-    for (int y = 0; y < 2; ++y) {
-      float sum = 0;
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles; ++n) sum += ds[n][2 * y] + ds[n][2 * y + 1];
-      clamped[0][y] += end == 0 ? sum : 0.0f;
-      clamped[1][y] += end == 1 ? sum : 0.0f;
+  // Pairs that are clamped count no more in what follows.
+  TXL_DEVICE void take_clamped(Square<E> (&ds)[kSquares], int j0) {
+    const int c0 = lowest_row(j0) + BM - 1 - row_of_lane(0) + lane() % 4 * 2, N = static_cast<int>(p.N);
+    TXL_UNROLL_GPU
+    for (int m = 0; m < kSquares; ++m) {
+      const auto row = [&](int n, int x) { return c0 + 16 * m + 8 * n + x % 2 - x / 2 * 8; };
+      Square<E> first = ds[m], last = ds[m];
+      first.keep([&](int n, int x) { return row(n, x) < 0; });
+      last.keep([&](int n, int x) { return row(n, x) >= N; });
+      add_sum(clamped[0], first), add_sum(clamped[1], last);
+      ds[m].keep([&](int n, int x) { return row(n, x) >= 0 && row(n, x) < N; });
     }
   }
 
-  // The same for the clamped pairs alone, whose dS then counts no more.
-  TXL_DEVICE void take_clamped(float (&ds)[kKeyTiles][4], int j0) {
-    const int c0 = lowest_row(j0) + BM - 1 - row_of_lane(0) + lane() % 4 * 2, N = static_cast<int>(p.N);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x) {
-        const int c = c0 + 8 * n + x % 2 - x / 2 * 8;
-        if (c < 0) clamped[0][x / 2] += ds[n][x];
-        if (c >= N) clamped[1][x / 2] += ds[n][x];
-        if (c < 0 || c >= N) ds[n][x] = 0;
-      }
-  }
-
   template <bool kEdge>
-  TXL_DEVICE void add_slope(float (&ds)[kKeyTiles][4], int j0) {
+  TXL_DEVICE void add_slope(Square<E> (&ds)[kSquares], int j0) {
     if (lowest_row(j0) < 0 || lowest_row(j0) + BM + BN - 1 > p.N) take_clamped(ds, j0);
     if (!follows_band(j0)) slope_carry = {};
     sync_warp();  // the band was read
@@ -180,11 +151,12 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     sync_warp();  // where both write, in the carried columns, dS is to stay
     const uint32_t first = own_slope(15 - opaque(lane()) / 4);
     TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int y = 0; y < 2; ++y) {
-        const uint32_t at = first + static_cast<uint32_t>(y * 8 * (kSlopePitch - kBytes) + 8 * n * kBytes);
-        store_apart(at, ds[n][2 * y], ds[n][2 * y + 1]);
-      }
+    for (int m = 0; m < kSquares; ++m)
+      for (int n = 0; n < 2; ++n)
+        for (int y = 0; y < 2; ++y) {
+          const int place = y * 8 * (kSlopePitch - kBytes) + (16 * m + 8 * n) * kBytes;
+          store_apart(first + static_cast<uint32_t>(place), ds[m], n, y);
+        }
     sync_warp();
     const int left = own_column();
     TXL_UNROLL_GPU
@@ -202,15 +174,15 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     return this->own_band() + static_cast<uint32_t>(row * kSlopePitch + column * kBytes);
   }
 
-  // Two neighbours, to an address that need not be a multiple of both.
-  static TXL_DEVICE void store_apart(uint32_t at, float x, float y) {
+  // Two neighbours of n8 tile n, to an address that need not be a multiple of both.
+  static TXL_DEVICE void store_apart(uint32_t at, const Square<E>& a, int n, int y) {
     if constexpr (is_half<E>) {
-      const uint32_t pair = pack<E>(x, y);
+      const uint32_t pair = a.part[0].r[2 * n + y];
       store_shared(at, static_cast<uint16_t>(pair));
       store_shared(at + 2, static_cast<uint16_t>(pair >> 16));
     } else {
-      store_shared(at, x);
-      store_shared(at + 4, y);
+      store_shared(at, a.part[n].r[y]);
+      store_shared(at + 4, a.part[n].r[y + 2]);
     }
   }
 
@@ -250,25 +222,12 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   // none.
   TXL_DEVICE void keep_carried() {
     const int own = opaque(lane()) % 4 * 2 + opaque(lane()) / 4;
-    TXL_UNROLL_GPU
-    for (int n = 0; n < 2; ++n)
-      for (int y = 0; y < 2; ++y) {
-        const int missing = own + n * 8 + y * 8 - 14;  // of the pair: none, the second, both
-        if constexpr (is_half<E>) {
-          slope_carry.part[0].r[2 * n + y] &= missing > 0 ? 0u : missing == 0 ? 0xffffu : 0xffffffffu;
-        } else {
-          if (missing > 0) slope_carry.part[n].r[y] = 0;
-          if (missing >= 0) slope_carry.part[n].r[y + 2] = 0;
-        }
-      }
+    slope_carry.keep([&](int n, int x) { return own + 8 * n + x % 2 + x / 2 * 8 < 15; });
   }
 
   // ---- Results ----
 
   TXL_DEVICE void store() {
-    for (int end = 0; end < 2; ++end)
-      for (int y = 0; y < 2; ++y)
-        for (int step = 1; step < 4; step *= 2) clamped[end][y] += shuffle_xor(clamped[end][y], step);
     if (params.clamps) {
       const Source<E> r_rows(t.r, 0, h, p);
       const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
@@ -279,7 +238,8 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
           if (8 * d + x >= limit) continue;
           const float first = finite(to_float(load_global(first_row + 8 * d + x)));
           const float last = finite(to_float(load_global(last_row + 8 * d + x)));
-          for (int y = 0; y < 2; ++y) acc[d][2 * y + x] += clamped[0][y] * first + clamped[1][y] * last;
+          for (int y = 0; y < 2; ++y)
+            acc[d][2 * y + x] += clamped[0][2 * y] * first + clamped[1][2 * y] * last;
         }
     }
     const Rows<E, kHead> results{base + Block::kTilesAt};
@@ -289,7 +249,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
       for (int end = 0; end < 2; ++end)
         for (int y = 0; y < 2; ++y)
           store_shared(base + Block::kBandAt + static_cast<uint32_t>(end * BM + row_of_lane(y)) * 4,
-                       clamped[end][y]);
+                       clamped[end][2 * y]);
     sync_threads();
     write_rows<kHead, kThreads>(results, BM, Source<E>(t.dq, b, h, p), i0, p.L);
     if (params.clamps) store_clamped();
@@ -299,7 +259,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
   TXL_DEVICE void store_clamped() {
     const Source<E> q_v(params.w.q_v, b, h, p);
     const int width = 2 * (static_cast<int>(p.D) + 1), exist = smaller(BM, mask.L - i0);
-    const int64_t part = (static_cast<int64_t>(b) * p.H + h) * Block::blocks_of_head(p) + i0 / BM;
+    const int64_t part = params.chunk.head(b, h) * parts(params) + (i0 - params.chunk.lo) / BM;
     for (int w = thread_index(); w < width; w += kThreads) {
       const int end = w / (width / 2), d = w % (width / 2);
       float sum = 0;
@@ -312,5 +272,9 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 3, kHeld> {
     }
   }
 };
+
+// As many as shared memory has room for: the compiler would spill for one more.
+template <typename E, int kHead, int BN>
+constexpr int kLeastBlocks<DqKernel<E, kHead, BN>> = is_half<E> && kHead <= 128 ? 3 : 1;
 
 }  // namespace txl::cuda

@@ -1,12 +1,10 @@
 // dr: a block owns 64 rows of r of a head and goes over the queries that use them, of every batch entry of
-// its split. Keys and r change places here: row m of the block is for the next query a key further, so
-// (q + v) r^T is the plain product, and those with keys and values are the banded ones, turned the other way.
-// The rest is as in dk: each warp owns 16 rows, rows of its tiles are rows of r, columns are queries.
+// its split. Each warp owns 16 of the rows: a tile's columns are queries, and dS^T (q + v) is dr.
 //
-//   bands     (q + u) k^T, dO v^T    16 queries, a part of their 16 + 64 columns
-//   score^T   r (q + v)^T            starts from what is read from the band: row m of query y from column
-//                                    y + m
-//   dr        dS^T (q + v)
+// dS it takes from memory, of BM queries a row each. For the next query, the key of a row of r is one
+// further: from row to row of dS, what belongs to the block begins one column later. So the shift is a matter
+// of where to read. Copies begin at whole pieces of 16 bytes, and what lies before the first column wanted is
+// skipped.
 //
 // A clamped pair's row lies outside of r, here it has none: the dq kernel has summed those up.
 #pragma once
@@ -22,7 +20,7 @@ struct RowTiles {
 };
 
 template <int BM, int BN>
-TXL_DEVICE RowTiles queries_of_rows(const Problem& p, Range batch, int64_t c0) {
+TXL_DEVICE RowTiles queries_of_rows(const Problem& p, const Chunk& chunk, Range batch, int64_t c0) {
   const int64_t furthest = p.r_zero - c0, nearest = p.r_zero - (smaller(c0 + BN, p.N) - 1);
   const int64_t origin = p.position(0);
   const bool any_seen = nearest <= p.left && furthest >= -p.right && !batch.empty();
@@ -32,32 +30,25 @@ TXL_DEVICE RowTiles queries_of_rows(const Problem& p, Range batch, int64_t c0) {
   const int64_t all_lo = smaller(larger(ceil_to<BM>(batch.lo + furthest - origin), begin), end);
   const int64_t all_hi =
       smaller(larger(all_seen ? floor_to<BM>(smaller(batch.hi + nearest - origin, p.L)) : 0, all_lo), end);
-  RowTiles t;
-  t.begin = static_cast<int>(begin), t.all_lo = static_cast<int>(all_lo);
-  t.all_hi = static_cast<int>(all_hi), t.end = static_cast<int>(end);
-  return t;
+  return {chunk.within(begin), chunk.within(all_lo), chunk.within(all_hi), chunk.within(end)};
 }
 
-// kHeld: the rows of r are kept in registers; else they are read again for every tile.
-template <typename E, int kHead, int BM, bool kHeld, bool kDropout>
+template <typename E, int kHead, int BM>
 struct DrKernel {
   using Params = BackwardParams;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, BN = 16 * kWarps;
-  static constexpr int kSteps = kHead / kStep<E>, kHeadTiles = kHead / 8, kQueryTiles = BM / 8;
-  static constexpr int kTogether = kRow<E, kHead> <= 128 ? kQueryTiles : 2;  // n8 tiles of queries: registers
-  static constexpr int kChunks = (BM + BN) / BM;                             // of BM keys and values
+  static constexpr int kHeadTiles = kHead / 8;
+  static constexpr int kPieces = BN / kPiece<E> + 1;  // of a row of dS, which may begin within the first
 
-  // Shared memory: the rows of r if they stay, q + u, dO, q + v, the rings of keys and values, the two bands,
-  // statistics of the queries. The rows of r that are held come by way of the ring of keys.
-  using Band = BandOfTile<BM, BN>;
-  static constexpr uint32_t kRowBytes = Rows<E, kHead>::kRowBytes, kQueryBytes = BM * kRowBytes;
-  static constexpr uint32_t kQueriesAt = kHeld ? 0 : BN * kRowBytes, kRingsAt = kQueriesAt + 3 * kQueryBytes;
-  static constexpr uint32_t kBandsAt = kRingsAt + 2 * kChunks * kQueryBytes;
-  static constexpr uint32_t kStatisticsAt = kBandsAt + 2 * Band::kBytes;
-  static constexpr uint32_t kSharedBytes = kStatisticsAt + BM * sizeof(Statistics);
+  // Shared memory: two places each for dS and q + v; the sums of dS at the end. From a row of dS to the
+  // second next are 8 banks modulo 32.
+  static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Rows<E, kHead>::kRowBytes;
+  static constexpr uint32_t kQueriesAt = 2 * BM * kSlopeBytes, kSumsAt = kQueriesAt + 2 * kQueryBytes;
+  static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4;
+  static_assert(2 * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
-  static int64_t parts(const Params& x) { return (x.p.N + BN - 1) / BN; }  // of a head
-  static int64_t blocks(const Params& x) { return parts(x) * x.p.H * x.w.splits; }
+  static int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
+  static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * splits(x).size(); }
   static TXL_DEVICE void run(const Params& params) { DrKernel(params).collect(); }
 
  private:
@@ -65,8 +56,7 @@ struct DrKernel {
   const Problem& p;
   const Backward& t;
   int split, h, c0;  // c0: the block's first row
-  uint64_t seed;
-  Fragment held[kHeld ? kSteps : 1];
+  int first_entry, end_entry;
   float dr[kHeadTiles][4];
   float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
@@ -80,74 +70,68 @@ struct DrKernel {
     Mask mask;
     RowTiles tiles;
     int first_key;  // of query 0 and the block's first row
-    Copied q_u, q_v, dout, k, v;
+    Copied q_v;
 
     TXL_DEVICE Entry(const DrKernel& block, int b_)
         : b(b_),
           mask(block.p, block.p.keys_of_batch(b)),
-          tiles(queries_of_rows<BM, BN>(block.p, {mask.lo, mask.hi}, block.c0)),
+          tiles(queries_of_rows<BM, BN>(block.p, block.params.chunk, {mask.lo, mask.hi}, block.c0)),
           first_key(static_cast<int>(block.p.key(0, block.c0))),
-          q_u(block.copier.rows(block.params.w.q_u, b, block.h)),
-          q_v(block.copier.rows(block.params.w.q_v, b, block.h)),
-          dout(block.copier.rows(block.t.dout, b, block.h)),
-          k(block.copier.rows(block.t.k, b, block.h)),
-          v(block.copier.rows(block.t.v, b, block.h)) {}
+          q_v(block.copier.rows(block.params.w.q_v, b, block.h)) {}
 
     TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.all_lo || i0 >= tiles.all_hi; }
+    // How many elements before the block's first the tile's row y of dS is copied from; BM is whole pieces.
+    TXL_DEVICE int skipped(int y) const { return (first_key + y) & (kPiece<E> - 1); }
   };
+
+  // Those with entries in the chunk.
+  static TXL_HD Range splits(const Params& x) {
+    return {x.chunk.b / x.w.entries, (x.chunk.b + x.chunk.batches - 1) / x.w.entries + 1};
+  }
 
   TXL_DEVICE explicit DrKernel(const Params& x)
       : params(x),
         p(x.p),
         t(x.t),
         // Neighbours in the grid share a head; of a causal call the last rows are used by most queries.
-        split(block_index() / blocks_of_head() / static_cast<int>(p.H)),
-        h(block_index() / blocks_of_head() % static_cast<int>(p.H)),
+        split(static_cast<int>(splits(x).lo) + block_index() / blocks_of_head() / x.chunk.heads),
+        h(x.chunk.h + block_index() / blocks_of_head() % x.chunk.heads),
         c0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BN),
-        seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
+        first_entry(larger(split * static_cast<int>(x.w.entries), x.chunk.b)),
+        end_entry(smaller((split + 1) * static_cast<int>(x.w.entries), x.chunk.b + x.chunk.batches)),
         dr{},
         ds_sum{},
         base(shared_base()),
         copier(p) {}
 
-  TXL_DEVICE int blocks_of_head() const { return static_cast<int>((p.N + BN - 1) / BN); }
+  TXL_DEVICE int blocks_of_head() const { return static_cast<int>(div_up(p.N, BN)); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
+  // Whether there are sums of chunks before.
+  TXL_DEVICE bool goes_on() const {
+    return params.chunk.lo > 0 || first_entry > split * static_cast<int>(params.w.entries);
+  }
 
-  TXL_DEVICE Rows<E, kHead> q_u() const { return {base + kQueriesAt}; }
-  TXL_DEVICE Rows<E, kHead> dout() const { return {base + kQueriesAt + kQueryBytes}; }
-  TXL_DEVICE Rows<E, kHead> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
-  TXL_DEVICE Rows<E, kHead> k_ring() const { return {base + kRingsAt}; }
-  TXL_DEVICE Rows<E, kHead> v_ring() const { return {base + kRingsAt + kChunks * kQueryBytes}; }
-  TXL_DEVICE Rows<E, kHead> r_tile() const { return {kHeld ? k_ring().address : base}; }
-  TXL_DEVICE Band content() const { return {base + kBandsAt}; }
-  TXL_DEVICE Band dout_v() const { return {base + kBandsAt + Band::kBytes}; }
+  // Two places, in turns.
+  static TXL_DEVICE uint32_t turn(int i0) { return static_cast<uint32_t>(i0) / BM % 2; }
+  TXL_DEVICE uint32_t slopes(int i0) const { return base + turn(i0) * BM * kSlopeBytes; }
+  TXL_DEVICE Rows<E, kHead> q_v(int i0) const { return {base + kQueriesAt + turn(i0) * kQueryBytes}; }
 
   TXL_DEVICE void collect() {
-    load_rows();
-    if (params.clamps && split == 0) add_clamped();
-    const int entries = static_cast<int>(params.w.entries),
-              end = smaller((split + 1) * entries, static_cast<int>(p.B));
-    for (int b = split * entries; b < end; ++b) add_entry(Entry(*this, b));
+    if (params.clamps && split == static_cast<int>(splits(params).lo)) add_clamped();
+    for (int b = first_entry; b < end_entry; ++b) add_entry(Entry(*this, b));
     store();
   }
 
   TXL_DEVICE void add_entry(const Entry& entry) {
     const RowTiles& tiles = entry.tiles;
     if (tiles.begin >= tiles.end) return;
-    copy_banded(entry, tiles.begin);
-    commit_copies();
+    sync_threads();  // all are done with the entry before
+    copy_tile(entry, tiles.begin);
     for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
       wait_copies<0>();
-      sync_threads();  // the bands' operands are there for all, and all are done with the tile before
+      sync_threads();  // the tile is there for all, and all are done with the one before
       base = opaque(base);
-      copy_plain(entry, i0);
-      commit_copies();
-      compute_bands(i0);
-      if constexpr (kDropout) draw_dropout(entry, i0);
-      wait_copies<0>();
-      sync_threads();  // so are the rest and the bands, and all are done with the bands' operands
-      if (i0 + BM < tiles.end) copy_banded(entry, i0 + BM);
-      commit_copies();
+      if (i0 + BM < tiles.end) copy_tile(entry, i0 + BM);
       if (entry.is_masked(i0))
         add_queries<true>(entry, i0);
       else
@@ -157,23 +141,40 @@ struct DrKernel {
 
   // ---- Loads ----
 
-  TXL_DEVICE void load_rows() {
-    copy_rows<kThreads, BN>(r_tile(), t.r, 0, h, p, [&](int n) { return RowOf{c0 + n, c0 + n < p.N}; });
+  // Starts to copy dS and q + v of the tile.
+  TXL_DEVICE void copy_tile(const Entry& entry, int i0) const {
+    // A thread has pieces of the same column of pieces, of rows that are whole pieces apart: what they skip
+    // is the same. The last piece of every row is copied apart.
+    constexpr int kOfRow = kPieces - 1, kEvery = kThreads / kOfRow;
+    static_assert(kEvery % kPiece<E> == 0 && BM % kEvery == 0 && BM <= kThreads, "one piece of a row each");
+    const int thread = opaque(thread_index());
+    copy_pieces<BM / kEvery, kEvery>(entry, i0, thread / kOfRow, thread % kOfRow);
+    if (thread < BM) copy_pieces<1, 0>(entry, i0, thread, kOfRow);
+    copier.template copy<BM>(q_v(i0), 0, entry.q_v, i0 + BM <= entry.mask.L, i0,
+                             [&](int y) { return entry.mask.query(i0 + y); });
     commit_copies();
-    wait_copies<0>();
-    sync_threads();
-    if constexpr (kHeld) {
-      TXL_UNROLL_GPU
-      for (int d = 0; d < kSteps; ++d) held[d] = load_fragment(r_tile(), own_row(), d);
-      sync_threads();  // all have read what keys will overwrite
-    }
+  }
+
+  // A piece each of the tile's rows y, y + kEvery, ... Beyond the first key and the last one dS is 0.
+  template <int kCount, int kEvery>
+  TXL_DEVICE void copy_pieces(const Entry& entry, int i0, int y, int piece) const {
+    const int columns = static_cast<int>(params.w.chunks.columns);
+    const int j = entry.first_key + i0 + y - entry.skipped(y) + piece * kPiece<E>;
+    const E* const from = params.slopes<E>(entry.b, h, i0 + y, j);
+    const uint32_t to =
+        slopes(i0) + static_cast<uint32_t>(y) * kSlopeBytes + static_cast<uint32_t>(piece) * 16;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kCount; ++n)
+      copy_async_16(to + static_cast<uint32_t>(n * kEvery) * kSlopeBytes,
+                    from + int64_t{n * kEvery} * (columns + 1),
+                    static_cast<uint32_t>(j + n * kEvery) < static_cast<uint32_t>(columns));
   }
 
   // What clamped pairs add to the first (end 0) and to the last row, and behind it their sum of dS.
   TXL_DEVICE void add_clamped() {
     const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
     for (int end = 0; end < 2; ++end) {
-      const float* from = params.w.clamped + (2 * static_cast<int64_t>(h) + end) * (p.D + 1);
+      const float* from = params.w.clamped + (2 * static_cast<int64_t>(h - params.chunk.h) + end) * (p.D + 1);
       TXL_UNROLL_GPU
       for (int y = 0; y < 2; ++y) {
         if (c0 + own_row() + lane() / 4 + 8 * y != (end == 0 ? 0 : p.N - 1)) continue;
@@ -186,121 +187,47 @@ struct DrKernel {
     }
   }
 
-  TXL_DEVICE Fragment row(int d) const {
-    if constexpr (kHeld)
-      return held[d];
-    else
-      return load_fragment(r_tile(), own_row(), d);
-  }
-
-  // Where in the rings column x of the block's bands has its key and value.
-  static TXL_DEVICE int ring_row(int i0, int x) {
-    const int chunk = x / BM + static_cast<int>(static_cast<uint32_t>(i0) / BM % kChunks);
-    return (chunk < kChunks ? chunk : chunk - kChunks) * BM + x % BM;
-  }
-
-  TXL_DEVICE void copy_queries(Rows<E, kHead> to, const Copied& from, const Entry& entry, int i0) const {
-    copier.template copy<BM>(to, 0, from, i0 + BM <= entry.mask.L, i0,
-                             [&](int y) { return entry.mask.query(i0 + y); });
-  }
-
-  // Starts to copy q + u and dO, and the keys and values that the tile before has not brought.
-  TXL_DEVICE void copy_banded(const Entry& entry, int i0) {
-    copy_queries(q_u(), entry.q_u, entry, i0);
-    copy_queries(dout(), entry.dout, entry, i0);
-    for (int chunk = i0 > entry.tiles.begin ? kChunks - 1 : 0; chunk < kChunks; ++chunk) {
-      const int j0 = entry.first_key + i0 + chunk * BM;
-      const auto key = [&](int n) { return entry.mask.key(j0 + n); };
-      const bool whole = entry.mask.has_keys(j0, BM);
-      const int to = ring_row(i0, chunk * BM);
-      copier.template copy<BM>(k_ring(), to, entry.k, whole, j0, key);
-      copier.template copy<BM>(v_ring(), to, entry.v, whole, j0, key);
-    }
-  }
-
-  TXL_DEVICE void copy_plain(const Entry& entry, int i0) {
-    copy_queries(q_v(), entry.q_v, entry, i0);
-    copy_statistics<BM>(base + kStatisticsAt, params.queries(entry.b, h), i0, p.L);
-  }
-
-  // ---- The bands: half of the warps compute that of the keys, the others that of the values ----
-
-  TXL_DEVICE void compute_bands(int i0) {
-    constexpr int kGroups = BM / 16, kParts = kWarps / 2 / kGroups;
-    const bool of_values = warp() >= kWarps / 2;
-    const int group = warp() % kGroups * 16, part = warp() % (kWarps / 2) / kGroups;
-    const Rows<E, kHead> queries = of_values ? dout() : q_u();
-    float x[Band::template kTiles<kParts>][4] = {};
-    add_product<false>(
-        x, [&](int d) { return load_fragment(queries, group, d); }, of_values ? v_ring() : k_ring(),
-        [&](int n) { return ring_row(i0, group + Band::template column<kParts>(part, n / 8)); });
-    (of_values ? dout_v() : content()).template write<kParts>(x, group, part);
-  }
-
-  // A query's keys begin anywhere in a group of 64 and end in the next: bits 0 to 3 are the words of the
-  // first group's call, 4 to 7 those of the second's.
-  TXL_DEVICE void draw_dropout(const Entry& entry, int i0) {
-    for (int x = thread_index(); x < BM * 16; x += kThreads) {
-      const int i = i0 + x / 16;
-      const uint32_t call = static_cast<uint32_t>(((entry.first_key + i) >> 6) * 16 + x % 16);
-      content().write_kept(x / 16, x % 16,
-                           kept_words(seed, p.dropout_threshold, call, entry.b, h, i) |
-                               kept_words(seed, p.dropout_threshold, call + 16, entry.b, h, i) << 4);
-    }
-  }
-
   // ---- A tile ----
 
   template <bool kMasked>
   TXL_DEVICE void add_queries(const Entry& entry, int i0) {
-    TXL_NO_UNROLL_GPU
-    for (int first = 0; first < kQueryTiles; first += kTogether) add_some<kMasked>(entry, i0, first);
-  }
-
-  // The queries of n8 tiles `first` to first + kTogether - 1.
-  template <bool kMasked>
-  TXL_DEVICE void add_some(const Entry& entry, int i0, int first) {
-    float ds[kTogether][4];
     TXL_UNROLL_GPU
-    for (int n = 0; n < kTogether; ++n)
-      for (int x = 0; x < 4; ++x) ds[n][x] = content().template read<1>(first + n, x, own_row());
-    add_product<kHeld>(ds, [&](int d) { return row(d); }, q_v(), [&](int n) { return 8 * first + n; });
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kTogether; ++n)
-      for (int y = 0; y < 2; ++y) {
-        const Statistics of_query =
-            load_shared<Statistics>(base + kStatisticsAt + static_cast<uint32_t>(query(first + n, y)) * 16);
-        for (int x = y; x < 4; x += 2) {
-          const float weight = probability(multiply_add(ds[n][x], params.scale.scores, -of_query.lse));
-          float dp = dout_v().template read<1>(first + n, x, own_row());
-          if constexpr (kDropout) dp = is_kept(entry, i0, first + n, x) ? dp * params.scale.kept : 0.0f;
-          // A pair that is not seen may hold NaN.
-          ds[n][x] = !kMasked || sees(entry, i0, first + n, x) ? weight * (dp - of_query.delta) : 0.0f;
-        }
-      }
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kTogether; n += 2) {
-      const auto a = Square<E>::of(ds[n], ds[n + 1]);
-      add_rows<kMasked>(dr, a, q_v(), 8 * (first + n), 0);
+    for (int first = 0; first < BM; first += 16) {
+      auto a = load_slopes(entry, i0, first);
+      if constexpr (kMasked)
+        a.keep([&](int n, int x) {
+          const int i = i0 + first + 8 * n + lane() % 4 * 2 + x % 2;
+          return entry.mask.sees(i, entry.first_key + i + own_row() + lane() / 4 + x / 2 * 8);
+        });
+      add_rows<kMasked>(dr, a, q_v(i0), first, 0);
       add_sum(ds_sum, a);
     }
   }
 
-  // The tile's query of element x of n8 tile n, and its key.
-  static TXL_DEVICE int query(int n, int x) { return 8 * n + lane() % 4 * 2 + x % 2; }
-  static TXL_DEVICE int key(const Entry& entry, int i0, int n, int x) {
-    return entry.first_key + i0 + query(n, x) + own_row() + lane() / 4 + x / 2 * 8;
+  // dS^T of the warp's rows and the tile's 16 queries from `first` on.
+  TXL_DEVICE Square<E> load_slopes(const Entry& entry, int i0, int first) const {
+    Square<E> a;
+    TXL_UNROLL_GPU
+    for (int x = 0; x < 2; ++x) {  // of two queries, which go together
+      const int y = opaque(lane()) % 4 * 2 + x, column = own_row() + opaque(lane()) / 4 + entry.skipped(y);
+      const uint32_t from = slopes(i0) + static_cast<uint32_t>(first + y) * kSlopeBytes +
+                            static_cast<uint32_t>(column) * sizeof(E);
+      TXL_UNROLL_GPU
+      for (int n = 0; n < 2; ++n)
+        for (int m = 0; m < 2; ++m) {
+          const auto ds =
+              load_shared<Bits>(from + static_cast<uint32_t>(8 * n) * kSlopeBytes + 8 * m * sizeof(E));
+          if constexpr (is_half<E>) {
+            uint32_t& pair = a.part[0].r[2 * n + m];
+            pair = x == 0 ? ds : pair | static_cast<uint32_t>(ds) << 16;
+          } else {
+            a.part[n].r[m + 2 * x] = ds;
+          }
+        }
+    }
+    return a;
   }
-
-  TXL_DEVICE bool sees(const Entry& entry, int i0, int n, int x) const {
-    return entry.mask.sees(i0 + query(n, x), key(entry, i0, n, x));
-  }
-
-  TXL_DEVICE bool is_kept(const Entry& entry, int i0, int n, int x) const {
-    const int j = key(entry, i0, n, x), group = (entry.first_key + i0 + query(n, x)) >> 6;
-    const int bit = ((j >> 6) - group) * 4 + (j >> 4 & 3);
-    return (content().kept(query(n, x), j & 15) >> bit & 1) != 0;
-  }
+  using Bits = std::conditional_t<is_half<E>, uint16_t, uint32_t>;
 
   // ---- Results ----
 
@@ -308,15 +235,15 @@ struct DrKernel {
     sync_threads();  // all are done with the tiles
     if (lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
-        store_shared(base + kBandsAt + static_cast<uint32_t>(own_row() + lane() / 4 + 8 * y) * 4,
+        store_shared(base + kSumsAt + static_cast<uint32_t>(own_row() + lane() / 4 + 8 * y) * 4,
                      ds_sum[2 * y]);
-    const Rows<E, kHead> results = k_ring();
-    if (params.w.splits > 1)
-      store_part();
-    else
+    const Rows<E, kHead> results{base + kQueriesAt};
+    if (params.w.whole_dr)
       put_rows(results, own_row(), 0, dr, params.scale.queries);
+    else
+      store_part();
     sync_threads();
-    if (params.w.splits == 1) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);
+    if (params.w.whole_dr) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);
     if (t.dv_bias.data) store_dv_bias();
   }
 
@@ -331,7 +258,9 @@ struct DrKernel {
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; ++d)
         for (int x = 0; x < 2; ++x)
-          if (8 * d + x < limit) store_global(to + 8 * d + x, dr[d][2 * y + x] * factor);
+          if (8 * d + x < limit)
+            store_global(to + 8 * d + x,
+                         dr[d][2 * y + x] * factor + (goes_on() ? load_own(to + 8 * d + x) : 0));
     }
   }
 
@@ -340,18 +269,19 @@ struct DrKernel {
     const Source<E> r_rows(t.r, 0, h, p);
     const int64_t part = (static_cast<int64_t>(split) * p.H + h) * blocks_of_head() + c0 / BN;
     for (int d = thread_index(); d < p.D; d += kThreads) {
-      float sum = 0;
+      float* const to = params.w.dv_bias_parts + part * p.D + d;
+      float sum = goes_on() ? load_own(to) : 0;
       for (int n = 0; n < smaller<int64_t>(BN, p.N - c0); ++n) {
-        const float ds = load_shared<float>(base + kBandsAt + static_cast<uint32_t>(n) * 4);
+        const float ds = load_shared<float>(base + kSumsAt + static_cast<uint32_t>(n) * 4);
         sum += ds * finite(to_float(load_global(r_rows.data + (c0 + n) * r_rows.row + d)));
       }
-      store_global(params.w.dv_bias_parts + part * p.D + d, sum);
+      store_global(to, sum);
     }
   }
 };
 
-// Shared memory leaves room for two blocks of float32 at most; the compiler would spill for a third.
-template <int kHead, int BM, bool kHeld, bool kDropout>
-constexpr int kLeastBlocks<DrKernel<f32, kHead, BM, kHeld, kDropout>> = 1;
+// The compiler would spill for a fourth.
+template <typename E, int BM>
+constexpr int kLeastBlocks<DrKernel<E, 96, BM>> = 3;
 
 }  // namespace txl::cuda

@@ -1,5 +1,5 @@
-// What the backward kernels share: the workspace, the kernel that fills it first, gradients of a tile's
-// scores. With P the probabilities and keep the dropout mask over 1 - p:
+// What the backward kernels share: the workspace, what part of the problem is done at a time, the kernel that
+// runs first. With P the probabilities and keep the dropout mask over 1 - p:
 //
 //   dP = dO v^T * keep              delta = sum_d dO * out          dS = P * (dP - delta)
 //   dv = (P * keep)^T dO            dk = scale dS^T (q + u)
@@ -21,46 +21,109 @@ struct alignas(16) Statistics {
   float lse, delta, first, last;
 };
 
+TXL_HD int64_t div_up(int64_t x, int64_t n) { return (x + n - 1) / n; }
+
+// dS of a part of the problem lies in memory, between the kernel that makes it and those that sum it up: of
+// some heads, or if one head's is too much, of some of its queries. A part of the problem:
+struct Chunk {
+  int b, batches, h, heads;
+  int lo, hi;  // queries; lo is a multiple of kRows
+  bool last;   // of its heads
+
+  static constexpr int kRows = 64;  // of dS, and columns: they are filled up to multiples
+
+  TXL_HD int64_t head(int of_b, int of_h) const { return int64_t{of_b - b} * heads + of_h - h; }
+  // The rows of a head.
+  TXL_HD int64_t rows() const { return div_up(hi - lo, kRows) * kRows; }
+  // Where tiles of queries begin or end, as far as the chunk has them.
+  TXL_HD int within(int64_t i) const {
+    return static_cast<int>(smaller<int64_t>(larger<int64_t>(i, lo), hi));
+  }
+};
+
+// How the problem is cut, so that dS of a chunk takes at most `budget` bytes, or 64 queries of a head if that
+// is more. All entries of the batch of a head come first, because they share dr.
+struct Chunks {
+  int64_t columns;  // of dS
+  int64_t batches, heads, queries;
+
+  Chunks(const Problem& p, int element_bytes, int64_t budget) {
+    columns = div_up(p.K, Chunk::kRows) * Chunk::kRows;
+    const int64_t rows = budget / (columns * element_bytes) / Chunk::kRows * Chunk::kRows;
+    const int64_t whole = rows / (div_up(p.L, Chunk::kRows) * Chunk::kRows);  // heads
+    queries = whole ? p.L : larger<int64_t>(rows, Chunk::kRows);
+    const int64_t most = larger<int64_t>(whole / larger<int64_t>(p.B, 1), 1);
+    heads = div_up(p.H, div_up(p.H, most));  // as many each time
+    batches = smaller(larger<int64_t>(whole, 1), p.B);
+  }
+
+  // f(Chunk) for each, in order.
+  template <typename F>
+  void each(const Problem& p, F f) const {
+    for (int64_t h = 0; h < p.H; h += heads)
+      for (int64_t b = 0; b < p.B; b += batches)
+        for (int64_t lo = 0; lo < p.L; lo += queries) {
+          const auto number = [](int64_t x) { return static_cast<int>(x); };
+          const int64_t hi = smaller(lo + queries, p.L);
+          f(Chunk{number(b), number(smaller(batches, p.B - b)), number(h), number(smaller(heads, p.H - h)),
+                  number(lo), number(hi), hi == p.L});
+        }
+  }
+  bool cuts_queries(const Problem& p) const { return queries < p.L; }
+  // Whether dr of a head comes from several chunks.
+  bool cuts_heads(const Problem& p) const { return batches < p.B || cuts_queries(p); }
+};
+
 // What the kernels pass on, in this order. q + u and q + v are rounded as the operands of a product must be,
 // their sign is turned if scale is negative, and rows are filled up with zeros to a multiple of 16 bytes.
 struct Workspace {
   static constexpr int kKeys = 32, kRows = 64, kQueries = 64;  // no block has fewer of each
 
+  Chunks chunks;
+  void* slopes;         // dS of a chunk, [batches, heads, rows, columns]: rows of the problem's element
   Statistics* queries;  // [B, H, L]
   View q_u, q_v;        // [B, H, L, row], row: D, filled up to whole pieces
-  // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. Parts
-  // [B, H, blocks of queries, 2, D + 1] and their sums [H, 2, D + 1]; none if no pair is clamped.
+  // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. A chunk's
+  // parts [batches, heads, blocks of queries, 2, D + 1] and their sums [heads, 2, D + 1]; none if no pair is
+  // clamped.
   float *clamped_parts, *clamped;
   float* du_parts;       // [B, H, blocks of keys, D]
   float* dv_bias_parts;  // [splits, H, blocks of rows, D]
-  float* dr_parts;       // [splits, H, N, D], of more than one split
+  float* dr_parts;       // [splits, H, N, D], unless a block has all of it
+  float* sums;           // [2, K, class of D], K filled up: dk and dv of a head of several chunks
   int splits;            // shares of the batch that have a dr of their own, for there are few rows of r
   int64_t entries;       // of the batch in a split
+  bool whole_dr;         // no dr_parts
   int64_t floats = 0;
 
-  Workspace(const Problem& p, int element_bytes, float* base) {
-    const auto up = [](int64_t x, int64_t n) { return (x + n - 1) / n; };
+  // head: the class of D. base: null asks for the size alone.
+  Workspace(const Problem& p, int element_bytes, int head, int64_t budget, float* base)
+      : chunks(p, element_bytes, budget) {
     const auto take = [&](int64_t count) {
       float* at = base ? base + floats : nullptr;
-      floats += up(count, 4) * 4;
+      floats += div_up(count, 4) * 4;
       return at;
     };
     const int64_t heads = p.B * p.H;
-    const int64_t wanted = up(256, larger<int64_t>(up(p.N, kRows) * p.H, 1));
-    entries = up(p.B, larger<int64_t>(smaller(wanted, p.B), 1));
-    splits = static_cast<int>(p.B ? up(p.B, entries) : 1);
-    const int64_t row = up(p.D, 8) * 8;
+    const int64_t wanted = div_up(512, div_up(p.N, kRows) * chunks.heads);
+    entries = larger<int64_t>(div_up(p.B, larger<int64_t>(smaller(wanted, p.B), 1)), 1);
+    splits = static_cast<int>(div_up(p.B, entries));
+    whole_dr = splits == 1 && !chunks.cuts_heads(p);
+    const int64_t rows = div_up(smaller(chunks.queries, p.L), Chunk::kRows) * Chunk::kRows;
+    slopes = take(chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
+    const int64_t row = div_up(p.D, 8) * 8;
     const auto take_queries = [&] {
       return View{take(heads * p.L * row * element_bytes / 4), p.H * p.L * row, p.L * row, row, true};
     };
     queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
     q_u = take_queries(), q_v = take_queries();
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
-    clamped_parts = take(heads * up(p.L, kQueries) * ends);
+    clamped_parts = take(heads * div_up(p.L, kQueries) * ends);
     clamped = take(p.H * ends);
-    du_parts = take(heads * up(p.K, kKeys) * p.D);
-    dv_bias_parts = take(splits * p.H * up(p.N, kRows) * p.D);
-    dr_parts = take(splits > 1 ? splits * p.H * p.N * p.D : 0);
+    du_parts = take(heads * div_up(p.K, kKeys) * p.D);
+    dv_bias_parts = take(splits * p.H * div_up(p.N, kRows) * p.D);
+    dr_parts = take(whole_dr ? 0 : splits * p.H * p.N * p.D);
+    sums = take(chunks.cuts_queries(p) ? 2 * chunks.columns * head : 0);
   }
 
   // Whether any pair of the call may use a row of r because its own lies outside.
@@ -74,8 +137,16 @@ struct BackwardParams {
   Workspace w;
   bool clamps;
   Scales scale;
+  Chunk chunk;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
+
+  // dS of the chunk's query i and key j, the others where the strides say.
+  template <typename E>
+  TXL_DEVICE E* slopes(int b, int h, int i, int j) const {
+    const int64_t row = chunk.head(b, h) * chunk.rows() + i - chunk.lo;
+    return static_cast<E*>(w.slopes) + row * w.chunks.columns + j;
+  }
 };
 
 // ---- Products ----

@@ -21,10 +21,11 @@ using f32 = float;
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
             float* parts, bool warpgroups, void* stream);
 
-// workspace: as many float32 as backward_workspace says.
+// budget: bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks). workspace: as many
+// float32 as backward_workspace says.
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             void* stream);
-int64_t backward_workspace(DType dtype, const Problem& p);
+             int64_t budget, void* stream);
+int64_t backward_workspace(DType dtype, const Problem& p, int64_t budget);
 
 std::string error_text(int error);
 std::string targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a"
@@ -35,8 +36,8 @@ struct Kernels {
   static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
                      float* parts, bool warpgroups, void* stream);
   static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                      void* stream);
-  static int64_t backward_workspace(const Problem& p);
+                      int64_t budget, void* stream);
+  static int64_t backward_workspace(const Problem& p, int64_t budget);
 };
 
 }  // namespace txl::cuda

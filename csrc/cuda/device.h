@@ -152,6 +152,13 @@ TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row_address) {
                : "memory");
 }
 
+// Of such a matrix, from the lane's two elements of a row, those of the column.
+TXL_DEVICE uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // d[16, 8] += a[16, 16] b[16, 8]. With g = lane / 4, t = lane % 4 the lane holds
 //   d[i]: row g + 8 (i / 2), column 2 t + i % 2
 //   a[i]: row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next
@@ -288,6 +295,12 @@ TXL_DEVICE T load_global(const T* p) {
   }
 }
 
+// The same of what this thread, and no other, writes later.
+template <typename T>
+TXL_DEVICE T load_own(const T* p) {
+  return *p;
+}
+
 template <typename T>
 TXL_DEVICE void store_global(T* p, T value) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "2, 4, 8, 16 bytes");
@@ -416,11 +429,17 @@ using emulation::sync_threads;
 using emulation::sync_warp;
 using emulation::tf32;
 using emulation::thread_index;
+using emulation::transpose_matrix;
 using emulation::uniform;
 using emulation::wait_copies;
 using emulation::warpgroup_begin;
 using emulation::warpgroup_commit;
 using emulation::warpgroup_wait;
+
+template <typename T>
+TXL_DEVICE T load_own(const T* p) {
+  return load_global(p);
+}
 
 TXL_DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t row) { emulation::load_matrix<4, false>(r, row); }
 TXL_DEVICE void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t row) {

@@ -32,14 +32,15 @@ int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* drop
 }
 
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             void* stream) {
+             int64_t budget, void* stream) {
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::backward(p, t, dropout_seed, workspace, stream);
+    return decltype(kernels)::backward(p, t, dropout_seed, workspace, budget, stream);
   });
 }
 
-int64_t backward_workspace(DType dtype, const Problem& p) {
-  return with_kernels(dtype, p.D, [&](auto kernels) { return decltype(kernels)::backward_workspace(p); });
+int64_t backward_workspace(DType dtype, const Problem& p, int64_t budget) {
+  return with_kernels(dtype, p.D,
+                      [&](auto kernels) { return decltype(kernels)::backward_workspace(p, budget); });
 }
 
 std::string targets() { return TXL_CUDA_TARGETS; }

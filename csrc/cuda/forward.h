@@ -45,13 +45,14 @@ struct ForwardKernel : private Block {
   const Params& params;
   const Forward& t;
   uint64_t seed;
+  uint32_t kept;     // by dropout: a bit for each of the lane's pairs of a group of 64 keys
   int lo[2], hi[2];  // keys that the lane's queries see
   float origin[2], total[2], far_first[2],
       far_last[2];  // origin: the score that probabilities are relative to
   float acc[kHeadTiles][4];
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
-      : Block(x.p, x.t, x.splits, x.split_keys),
+      : Block(x.p, x.t, place(x)),
         params(x),
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
@@ -65,6 +66,19 @@ struct ForwardKernel : private Block {
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
       lo[y] = static_cast<int>(keys.lo), hi[y] = static_cast<int>(keys.hi);
     }
+  }
+
+  // Each of x.splits blocks of the same queries goes over split_keys keys. Neighbours in the grid share a
+  // head, and so its keys in L2; the blocks that see most keys go first.
+  static TXL_DEVICE typename Block::Place place(const Params& x) {
+    const int blocks = static_cast<int>(Block::blocks_of_head(x.p)), H = static_cast<int>(x.p.H);
+    const int head = block_index() / blocks / x.splits, b = head / H;
+    const int64_t split = block_index() / blocks % x.splits;
+    const Range keys = x.p.keys_of_batch(b);
+    return {b,
+            head % H,
+            (blocks - 1 - block_index() % blocks) * BM,
+            {larger(keys.lo, split * x.split_keys), smaller(keys.hi, (split + 1) * x.split_keys)}};
   }
 
   TXL_DEVICE void attend() {
@@ -212,11 +226,26 @@ struct ForwardKernel : private Block {
   }
 
   TXL_DEVICE void drop(float (&weight)[kKeyTiles][4], int j0) {
-    this->draw_dropout(seed, j0);
+    draw_dropout(j0);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x)
-        if (!this->keeps(j0, n, x)) weight[n][x] = 0;
+        if ((kept >> ((x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4) & 1) == 0) weight[n][x] = 0;
+  }
+
+  // For the tile; the tiles of a group of 64 keys share what the first that the block meets draws. A lane's
+  // keys of a group share four calls for each of its queries, and use all their words: 32 bits.
+  TXL_DEVICE void draw_dropout(int j0) {
+    if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
+    kept = 0;
+    TXL_NO_UNROLL_GPU
+    for (int n = 0; n < 8; ++n) {
+      const int call =
+          j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
+      kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), opaque(b), opaque(h),
+                         i0 + row_of_lane(n / 4))
+              << (4 * n);
+    }
   }
 
   TXL_DEVICE void store() {

@@ -13,13 +13,13 @@ int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const int64_t
 
 template <typename E, int kHead>
 int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const int64_t* dropout_seed,
-                                float* workspace, void* stream) {
-  return launch_backward<E, kHead>(p, t, dropout_seed, workspace, stream);
+                                float* workspace, int64_t budget, void* stream) {
+  return launch_backward<E, kHead>(p, t, dropout_seed, workspace, budget, stream);
 }
 
 template <typename E, int kHead>
-int64_t Kernels<E, kHead>::backward_workspace(const Problem& p) {
-  return txl::cuda::backward_workspace<E, kHead>(p);
+int64_t Kernels<E, kHead>::backward_workspace(const Problem& p, int64_t budget) {
+  return txl::cuda::backward_workspace<E, kHead>(p, budget);
 }
 
 template struct Kernels<TXL_ELEMENT, TXL_HEAD>;

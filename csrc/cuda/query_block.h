@@ -1,6 +1,6 @@
 // What forward and dq share: a block owns BM queries of a head, each of its warps 16 of them, and goes over
 // the keys that they see in tiles of BN. Here is which tiles are of which kind, what of queries, keys, values
-// and r each needs, the band, and what dropout draws.
+// and r each needs, and the band.
 //
 // The band. The scores of a warp's tile need 16 + BN columns of it: 16 were left over from the tile before,
 // BN are computed now, both are written to 16 rows of shared memory of the warp's own, and row y is read back
@@ -12,10 +12,11 @@
 namespace txl::cuda {
 
 // kChannels: of a tile, at least D. kKeys: of a tile. kOperands: of BM queries each, the first kHeld of which
-// are kept in registers; the others are read again for every tile of keys. kPanels: tiles lie as wgmma reads
-// them (warpgroup_block.h).
+// are kept in registers; the others are read again for every tile of keys. dq has none, and needs no values.
+// kPanels: tiles lie as wgmma reads them (warpgroup_block.h).
 template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld, bool kPanels = false>
 struct QueryBlock {
+  static constexpr bool kScores = kOperands > 0;  // else their gradient, in which there is a band, too
   using Element = E;
   using ForwardTensors = Forward;  // what copy_tile is given by forward
   static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
@@ -27,17 +28,19 @@ struct QueryBlock {
   static constexpr int kChunks = (BM + BN - 1) / BN + 1,
                        kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
-  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice.
+  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice. Of
+  // elements of 16 bits, an odd number of 16 bytes.
   static constexpr int kBandPitch = kBand + 8;
   static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
+  static constexpr int kPlaces = kScores ? 4 : 2;
   static constexpr uint32_t kTileBytes = BN * Tile<BN>::kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * Tile<BM>::kRowBytes;
-  static constexpr uint32_t kBandBytes = kWarps * 16 * kBandPitch * 4;
+  static constexpr uint32_t kBandBytes = kWarps * 16 * kBandPitch * (kScores ? 4 : sizeof(E));
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
-  static constexpr uint32_t kEnd = kTilesAt + (4 + kRing) * kTileBytes;
+  static constexpr uint32_t kEnd = kTilesAt + (kPlaces + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
   static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of all of these; shared_base() has 128
   static constexpr uint32_t kUsed = kEnd > kAllQueries ? kEnd : kAllQueries;  // from the first multiple on
@@ -45,6 +48,12 @@ struct QueryBlock {
   static_assert(!kPanels || (kTilesAt % kAlignment == 0 && kQueryBytes % kAlignment == 0), "whole panels");
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
+
+  // What a block owns, and the keys that it goes over.
+  struct Place {
+    int b, h, i0;
+    Range keys;
+  };
 
   const Problem& p;
   int b, h, i0;  // i0: the block's first query
@@ -57,17 +66,15 @@ struct QueryBlock {
   Copied k_rows, v_rows, r_rows;
   Fragment held[kHeld ? kHeld : 1][kSteps];
   float carry[2][4];  // the band's columns that the tile before left over
-  uint32_t kept;      // by dropout: a bit for each of the lane's pairs of a group of 64 keys
 
-  // Of t: k, v and r. Each of `splits` blocks of the same queries goes over split_keys keys.
+  // Of t: k, v and r.
   template <typename Tensors>
-  TXL_DEVICE QueryBlock(const Problem& problem, const Tensors& t, int splits, int64_t split_keys)
+  TXL_DEVICE QueryBlock(const Problem& problem, const Tensors& t, const Place& place)
       : p(problem),
-        // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
-        b(block_index() / blocks_of_head() / splits / static_cast<int>(p.H)),
-        h(block_index() / blocks_of_head() / splits % static_cast<int>(p.H)),
-        i0((blocks_of_head() - 1 - block_index() % blocks_of_head()) * BM),
-        mask(p, share(p.keys_of_batch(b), block_index() / blocks_of_head() % splits, split_keys)),
+        b(place.b),
+        h(place.h),
+        i0(place.i0),
+        mask(p, place.keys),
         tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
         base(opaque((shared_base() + kAlignment - 1) / kAlignment * kAlignment)),
         copier(p),
@@ -126,7 +133,7 @@ struct QueryBlock {
   TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + turn(j0) * kTileBytes}; }
   TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + turn(j0)) * kTileBytes}; }
   TXL_DEVICE Tile<BN> ring(int chunk = 0) const {
-    return {base + kTilesAt + static_cast<uint32_t>(4 + chunk) * kTileBytes};
+    return {base + kTilesAt + static_cast<uint32_t>(kPlaces + chunk) * kTileBytes};
   }
 
   // The row of r, not yet clamped, of the block's last query and key j0: column 0 of the block's band.
@@ -150,7 +157,7 @@ struct QueryBlock {
   TXL_DEVICE void copy_tile(int j0) {
     copy_keys(k_tile(j0), k_rows, j0);
     for_new_rows(j0, [&](Tile<BN> to, int c) { copy_positions(to, c); });
-    copy_keys(v_tile(j0), v_rows, j0);
+    if constexpr (kScores) copy_keys(v_tile(j0), v_rows, j0);
     commit_copies();
   }
 
@@ -213,7 +220,7 @@ struct QueryBlock {
 
   // The warp's 16 rows of it.
   TXL_DEVICE uint32_t own_band() const {
-    return base + kBandAt + static_cast<uint32_t>(opaque(warp()) * 16 * kBandPitch * 4);
+    return base + kBandAt + static_cast<uint32_t>(opaque(warp())) * (kBandBytes / kWarps);
   }
 
   // score = (q + v) r^T, moved; query 1 is q + v.
@@ -258,35 +265,6 @@ struct QueryBlock {
         const int place = x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2;
         put(n, x, load_shared<float>(first + static_cast<uint32_t>(place) * 4));
       }
-  }
-
-  // ---- Dropout ----
-
-  // For the tile; the tiles of a group of 64 keys share what the first that the block meets draws. A lane's
-  // keys of a group share four calls for each of its queries, and use all their words: 32 bits.
-  TXL_DEVICE void draw_dropout(uint64_t seed, int j0) {
-    if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
-    kept = 0;
-    TXL_NO_UNROLL_GPU
-    for (int n = 0; n < 8; ++n) {
-      const int call =
-          j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
-      kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), opaque(b), opaque(h),
-                         i0 + row_of_lane(n / 4))
-              << (4 * n);
-    }
-  }
-
-  // Whether element x of the lane's in n8 tile n is kept.
-  TXL_DEVICE bool keeps(int j0, int n, int x) const {
-    return (kept >> ((x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4) & 1) != 0;
-  }
-
- private:
-  TXL_DEVICE int blocks_of_head() const { return static_cast<int>(blocks_of_head(p)); }
-
-  static TXL_DEVICE Range share(Range keys, int64_t n, int64_t split_keys) {
-    return {larger(keys.lo, n * split_keys), smaller(keys.hi, (n + 1) * split_keys)};
   }
 };
 

@@ -527,6 +527,22 @@ struct Square {
       return {{of(x), of(y)}};
   }
 
+  // Zeros in place of what keeps(n8 tile, element) says no to.
+  template <typename F>
+  TXL_DEVICE void keep(F keeps) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 2; ++n)
+      for (int y = 0; y < 2; ++y) {
+        const bool first = keeps(n, 2 * y), second = keeps(n, 2 * y + 1);
+        if constexpr (is_half<E>) {
+          part[0].r[2 * n + y] &= (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
+        } else {
+          if (!first) part[n].r[y] = 0;
+          if (!second) part[n].r[y + 2] = 0;
+        }
+      }
+  }
+
  private:
   static TXL_DEVICE Fragment of(const float (&x)[4]) {
     return {{bits<uint32_t>(x[0]), bits<uint32_t>(x[2]), bits<uint32_t>(x[1]), bits<uint32_t>(x[3])}};

@@ -33,8 +33,8 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHea
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
 
-  TXL_DEVICE WarpgroupBlock(const Problem& p, const BoxedForward& t, int splits, int64_t split_keys)
-      : Base(p, t, splits, split_keys), boxed(t) {}
+  TXL_DEVICE WarpgroupBlock(const Problem& p, const BoxedForward& t, const typename Base::Place& place)
+      : Base(p, t, place), boxed(t) {}
 
   TXL_DEVICE void begin_copies() const {
     if (elected()) mbarrier_init(mbarrier(), 1);

@@ -884,6 +884,18 @@ TXL_COLLECTIVE inline void load_matrix(uint32_t* r, uint32_t row_address) {
   });
 }
 
+TXL_COLLECTIVE inline uint32_t transpose_matrix(uint32_t x) {
+  meet("transpose_matrix", &x, [](uint32_t** lane) {
+    uint32_t sent[32];
+    for (int l = 0; l < 32; ++l) sent[l] = *lane[l];
+    const auto element = [&](int row, int column) {
+      return sent[row * 4 + column / 2] >> column % 2 * 16 & 0xffff;
+    };
+    for (int l = 0; l < 32; ++l) *lane[l] = element(l % 4 * 2, l / 4) | element(l % 4 * 2 + 1, l / 4) << 16;
+  });
+  return x;
+}
+
 // d[16, 8] += left[16, kDepth] right[kDepth, 8] as tensor cores do it, those of the A100, which are the least
 // exact of all that the kernels run on (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA
 // tensor cores"; Khattak, Mikaitis 2025, "Accurate models of NVIDIA tensor cores"). Of 16 bytes of operands

@@ -101,6 +101,7 @@ struct Shuffles {
     int32_t* i;
     uint32_t* u;
     uint32_t* any;
+    uint32_t* turned;
   };
   static constexpr int kThreads = 64;
   static constexpr uint32_t kShared = 0;
@@ -110,6 +111,8 @@ struct Shuffles {
     store_global(p.f + t, shuffle_xor(0.5f * static_cast<float>(t), 5));
     store_global(p.i + t, shuffle_xor(-t, 31));
     store_global(p.u + t, shuffle_xor(static_cast<uint32_t>(t), 3));
+    const uint32_t row = static_cast<uint32_t>(t / 4 * 8 + t % 4 * 2);  // elements 8 row + column
+    store_global(p.turned + t, transpose_matrix(row | (row + 1) << 16));
     store_global(p.any + t, (any(t == 40) ? 1u : 0u) + (any(t >= 0) ? 2u : 0u));
   }
 };
@@ -554,17 +557,20 @@ static void product_not_tf32() { launch<NotTf32>(1, 0, {}, nullptr); }
 static void shuffles() {
   std::vector<float> f(64);
   std::vector<int32_t> i(64);
-  std::vector<uint32_t> u(64), any(64);
+  std::vector<uint32_t> u(64), any(64), turned(64);
   writable("f", f);
   writable("i", i);
   writable("u", u);
   writable("any", any);
-  launch<Shuffles>(1, Shuffles::kShared, {f.data(), i.data(), u.data(), any.data()}, nullptr);
+  writable("turned", turned);
+  launch<Shuffles>(1, Shuffles::kShared, {f.data(), i.data(), u.data(), any.data(), turned.data()}, nullptr);
   for (int t = 0; t < 64; ++t) {
     require(f[t] == 0.5f * static_cast<float>(t ^ 5), "shuffle_xor of float");
     require(i[t] == -(t ^ 31), "shuffle_xor of int32_t");
     require(u[t] == static_cast<uint32_t>(t ^ 3), "shuffle_xor of uint32_t");
     require(any[t] == (t < 32 ? 2u : 3u), "any");
+    const uint32_t column = static_cast<uint32_t>(t / 32 * 64 + t % 4 * 16 + t % 32 / 4);
+    require(turned[t] == (column | (column + 8) << 16), "transpose_matrix");
   }
 }
 
