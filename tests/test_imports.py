@@ -182,6 +182,17 @@ def test_every_environment_variable_is_documented():
     assert sorted(documented) == sorted(set(read.findall(text)))
 
 
+def test_a_bound_that_is_no_number():
+    done = subprocess.run(
+        [sys.executable, "-m", "txl_kernels"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TXL_CUDA_SLOPE_MIB": "256M"},
+        timeout=120,
+    )
+    assert "ValueError: TXL_CUDA_SLOPE_MIB: got '256M', needs a number of MiB" in done.stdout
+
+
 def test_report_whose_reader_has_gone():
     read, write = os.pipe()
     os.close(read)

@@ -38,8 +38,11 @@ _FLOAT32_HEAD = 128
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
+_slope_mib = os.environ.get("TXL_CUDA_SLOPE_MIB", "256")
+if not _slope_mib.isdecimal():
+    raise ValueError(f"TXL_CUDA_SLOPE_MIB: got {_slope_mib!r}, needs a number of MiB")
 # Bytes that backward's gradient of scores may take at a time (but 64 queries of a head are the least).
-SLOPE_BYTES = int(os.environ.get("TXL_CUDA_SLOPE_MIB", "256")) << 20
+SLOPE_BYTES = int(_slope_mib) << 20
 
 # Blocks of few queries that shared memory has room for, D 64 or 128.
 _AT_ONCE = 6

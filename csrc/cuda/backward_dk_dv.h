@@ -281,13 +281,14 @@ struct DkDvKernel {
           ds[n][x] = seen ? weight * (of_weight - of_query.delta) : 0.0f;  // unseen, it may hold NaN
         }
       }
+    E* const to = slopes(i0 + 8 * first);
     TXL_UNROLL_GPU
     for (int n = 0; n < kTogether; n += 2) {
       add_values<kMasked>(Square<E>::of(dp[n], dp[n + 1]), i0, first + n);
       const auto a = Square<E>::of(ds[n], ds[n + 1]);
       add_rows<kMasked>(dk, a, q_u(), 8 * (first + n), own_channel);
       add_sum(ds_sum, a);
-      if (kKeyGroups == kWarps || own_channel == 0) store_slopes(a, i0 + 8 * (first + n));
+      if (kKeyGroups == kWarps || own_channel == 0) store_slopes(to + 8 * n * params.w.chunks.columns, a);
     }
   }
 
@@ -305,31 +306,35 @@ struct DkDvKernel {
   // dv += a dO for queries 8 n to 8 n + 15.
   template <bool kMasked>
   TXL_DEVICE void add_values(const Square<E>& a, int i0, int n) {
+    const int l = opaque(lane());
     TXL_UNROLL_GPU
     for (int d = 0; d < kOwnTiles; d += 2) {
-      auto x = SquareRows<E>::load(dout(), 8 * n, own_channel + 8 * d);
+      auto x = SquareRows<E>::load(dout(), 8 * n, own_channel + 8 * d, l);
       if constexpr (kMasked)
         put_nan(dv[d], dv[d + 1], x.take_infinite(), [&](int m, int e) { return sees(i0, n + m, e); });
       add_square(dv[d], dv[d + 1], a, x);
     }
   }
 
-  // dS of 16 queries from i on and the warp's keys.
-  TXL_DEVICE void store_slopes(const Square<E>& a, int i) const {
+  // Where dS lies of the query from i on, and of the warp's key, whose first pair the lane stores.
+  TXL_DEVICE E* slopes(int i) const {
+    const int first = lane() / 4, second = lane() % 4 * 2;
+    return params.slopes<E>(opaque(b), opaque(h), i + (is_half<E> ? first : second),
+                            j0 + own_key + (is_half<E> ? second : first));
+  }
+
+  // dS of 16 queries and the warp's keys.
+  TXL_DEVICE void store_slopes(E* to, const Square<E>& a) const {
     const int64_t columns = params.w.chunks.columns;
-    if constexpr (is_half<E>) {
-      E* const to = params.slopes<E>(opaque(b), opaque(h), i + lane() / 4, j0 + own_key + lane() % 4 * 2);
-      TXL_UNROLL_GPU
-      for (int n = 0; n < 4; ++n)
+    TXL_UNROLL_GPU
+    for (int n = 0; n < 4; ++n)
+      if constexpr (is_half<E>) {
         store_global(reinterpret_cast<uint32_t*>(to + n / 2 * 8 * columns + n % 2 * 8),
                      transpose_matrix(a.part[0].r[n]));
-    } else {
-      E* const to = params.slopes<E>(opaque(b), opaque(h), i + lane() % 4 * 2, j0 + own_key + lane() / 4);
-      TXL_UNROLL_GPU
-      for (int n = 0; n < 2; ++n)
-        for (int x = 0; x < 4; ++x)
-          store_global(to + (8 * n + x / 2) * columns + x % 2 * 8, bits<float>(a.part[n].r[x]));
-    }
+      } else {
+        for (int m = 0; m < 2; ++m)
+          store_global(to + (8 * m + n / 2) * columns + n % 2 * 8, bits<float>(a.part[m].r[n]));
+      }
   }
 
   // ---- Results ----

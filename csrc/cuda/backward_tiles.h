@@ -163,9 +163,10 @@ TXL_DEVICE float finite(float x) { return x - x == 0 ? x : 0.0f; }
 template <bool kFinite, typename E, int kHead, int kTiles>
 TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Rows<E, kHead> rows, int row,
                          int channel) {
+  const int l = opaque(lane());
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; d += 2) {
-    auto x = SquareRows<E>::load(rows, row, channel + 8 * d);
+    auto x = SquareRows<E>::load(rows, row, channel + 8 * d, l);
     if constexpr (kFinite) x.take_infinite();
     add_square(acc[d], acc[d + 1], a, x);
   }

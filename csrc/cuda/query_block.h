@@ -206,9 +206,10 @@ struct QueryBlock {
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; n += 2) {
       const auto a = Square<E>::of(weight[n], weight[n + 1]);
+      const int l = opaque(lane());
       TXL_UNROLL_GPU
       for (int d = 0; d < kHeadTiles; d += 2) {
-        auto x = SquareRows<E>::load(values, 8 * n, 8 * d);
+        auto x = SquareRows<E>::load(values, 8 * n, 8 * d, l);
         if constexpr (kMasked)
           put_nan(acc[d], acc[d + 1], x.take_infinite(), [&](int m, int e) { return sees(n + m, e); });
         add_square(acc[d], acc[d + 1], a, x);

@@ -398,10 +398,7 @@ struct Corner {
   int row, piece;  // the first or the second 16 bytes
 };
 // A operand: rows 0-7, 8-15, then the same of the second 16 bytes.
-TXL_DEVICE Corner corner_a() {
-  const int l = opaque(lane());
-  return {l % 16, l / 16};
-}
+TXL_DEVICE Corner corner_a(int l = opaque(lane())) { return {l % 16, l / 16}; }
 // B operand from rows that are its columns: two n8 tiles, each with both pieces of a row.
 TXL_DEVICE Corner corner_b() {
   const int l = opaque(lane());
@@ -554,14 +551,14 @@ template <typename E>
 struct SquareRows {
   uint32_t part[Square<E>::kParts][4];
 
+  // l: the lane, the same opaque one for all loads whose addresses are to differ by constants.
   template <typename Tile>
-  static TXL_DEVICE SquareRows load(Tile rows, int row, int channel) {
+  static TXL_DEVICE SquareRows load(Tile rows, int row, int channel, int l) {
     SquareRows b;
     if constexpr (is_half<E>) {
-      const Corner corner = corner_a();
+      const Corner corner = corner_a(l);
       load_matrix_x4_trans(b.part[0], rows.at(row + corner.row, channel + kPiece<E> * corner.piece));
     } else {
-      const int l = opaque(lane());
       TXL_UNROLL_GPU
       for (int part = 0; part < 2; ++part)
         for (int x = 0; x < 4; ++x)
