@@ -386,4 +386,8 @@ struct DkDvKernel {
   }
 };
 
+// Shared memory has room for no more; the compiler would spill for another.
+template <int BN, bool kHeld, bool kDropout>
+constexpr int kLeastBlocks<DkDvKernel<f32, 128, BN, kHeld, kDropout>> = 1;
+
 }  // namespace txl::cuda
