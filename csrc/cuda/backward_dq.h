@@ -86,7 +86,7 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 0, 0> {
     store();
   }
 
-  // As accumulators of scores have it. Of tiles that no query of some chunk's tile sees there is anything.
+  // As accumulators of scores have it. Of pairs that are not seen there may be anything.
   TXL_DEVICE void load_slopes(int j0) {
     TXL_UNROLL_GPU
     for (int m = 0; m < kSquares; ++m)

@@ -42,19 +42,19 @@ struct Chunk {
 };
 
 // How the problem is cut, so that dS of a chunk takes at most `budget` bytes, or 64 queries of a head if that
-// is more. All entries of the batch of a head come first, because they share dr.
+// is more: into chunks of one size, but for the last ones. A head's entries of the batch come together,
+// because they share dr.
 struct Chunks {
   int64_t columns;  // of dS
   int64_t batches, heads, queries;
 
   Chunks(const Problem& p, int element_bytes, int64_t budget) {
     columns = div_up(p.K, Chunk::kRows) * Chunk::kRows;
-    const int64_t rows = budget / (columns * element_bytes) / Chunk::kRows * Chunk::kRows;
-    const int64_t whole = rows / (div_up(p.L, Chunk::kRows) * Chunk::kRows);  // heads
-    queries = whole ? p.L : larger<int64_t>(rows, Chunk::kRows);
-    const int64_t most = larger<int64_t>(whole / larger<int64_t>(p.B, 1), 1);
-    heads = div_up(p.H, div_up(p.H, most));  // as many each time
-    batches = smaller(larger<int64_t>(whole, 1), p.B);
+    const int64_t groups = budget / (columns * element_bytes) / Chunk::kRows;     // of kRows queries
+    const int64_t of_head = div_up(p.L, Chunk::kRows), whole = groups / of_head;  // whole: heads
+    queries = whole ? p.L : even(of_head, groups) * Chunk::kRows;
+    batches = even(p.B, whole);
+    heads = even(p.H, batches < p.B ? 1 : whole / larger<int64_t>(p.B, 1));
   }
 
   // f(Chunk) for each, in order.
@@ -72,6 +72,13 @@ struct Chunks {
   bool cuts_queries(const Problem& p) const { return queries < p.L; }
   // Whether dr of a head comes from several chunks.
   bool cuts_heads(const Problem& p) const { return batches < p.B || cuts_queries(p); }
+
+ private:
+  // The size of as few equal parts of n as have at most `most`, or 1.
+  static int64_t even(int64_t n, int64_t most) {
+    const int64_t parts = div_up(n, larger<int64_t>(most, 1));
+    return div_up(n, larger<int64_t>(parts, 1));
+  }
 };
 
 // What the kernels pass on, in this order. q + u and q + v are rounded as the operands of a product must be,
