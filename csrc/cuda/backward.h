@@ -3,12 +3,12 @@
 // bounded part of dS exists at a time (Chunks). Every sum has one block and a fixed order: no atomics, and
 // the same bits every time.
 //
-//   PrepareKernel                                     q + u, q + v, delta
+//   PrepareKernel                                       q + u, q + v, delta
 //   for each chunk:
-//     DkDvKernel   a block of keys, over queries      dS, dk, dv, parts of du
-//     DqKernel     a block of queries, over keys      dq, and what clamped pairs add to the ends of dr
+//     DkDvKernel   a block of keys, over queries        dS, dk, dv, parts of du
+//     DqKernel     a block of queries, over keys        dq, and what clamped pairs add to the ends of dr
 //     DrKernel     a block of rows of r, over queries   dr, parts of v's gradient
-//   SumKernel                                         sums of the parts
+//   SumKernel                                           sums of the parts
 #pragma once
 
 #include "backward_dk_dv.h"
