@@ -139,7 +139,7 @@ def test_the_gradient_of_scores_in_parts(monkeypatch, tmp_path, options, dtype, 
     whole, *exact = (of(tensors, dout, **options) for of in (functools.partial(run, CUDA), truth, plain))
     # Rows of dS, of which a head has 192 here, and how many launches they make of three entries by two heads.
     for rows, launches in [(6 * 192, 1), (4 * 192, 2), (2 * 192, 4), (128, 12), (0, 18)]:
-        monkeypatch.setattr(cuda, "SLOPE_BYTES", rows * 256 * dtype.itemsize)
+        monkeypatch.setattr(gpu, "SLOPE_BYTES", rows * 256 * dtype.itemsize)
         trace = tmp_path / str(rows)
         monkeypatch.setenv("TXL_EMULATION_TRACE", str(trace))
         parts = run(CUDA, tensors, dout, **options)

@@ -187,10 +187,10 @@ def test_a_bound_that_is_no_number():
         [sys.executable, "-m", "txl_kernels"],
         capture_output=True,
         text=True,
-        env={**os.environ, "TXL_CUDA_SLOPE_MIB": "256M"},
+        env={**os.environ, "TXL_SLOPE_MIB": "256M"},
         timeout=120,
     )
-    assert "ValueError: TXL_CUDA_SLOPE_MIB: got '256M', needs a number of MiB" in done.stdout
+    assert "ValueError: TXL_SLOPE_MIB: got '256M', needs a number of MiB" in done.stdout
 
 
 def test_report_whose_reader_has_gone():

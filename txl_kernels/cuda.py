@@ -7,8 +7,7 @@ On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 
 than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
 
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
-time as 256 MiB hold, whatever L and K are. TXL_CUDA_SLOPE_MIB, or SLOPE_BYTES in this module: another bound.
-With less of it there is less to do at once.
+time as gpu.slope_bytes allows.
 """
 
 from __future__ import annotations
@@ -37,12 +36,6 @@ _FLOAT32_HEAD = 128
 # Every GPU that is served has the first.
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
-
-_slope_mib = os.environ.get("TXL_CUDA_SLOPE_MIB", "256")
-if not _slope_mib.isdecimal():
-    raise ValueError(f"TXL_CUDA_SLOPE_MIB: got {_slope_mib!r}, needs a number of MiB")
-# Bytes that backward's gradient of scores may take at a time (but 64 queries of a head are the least).
-SLOPE_BYTES = int(_slope_mib) << 20
 
 # Blocks of few queries that shared memory has room for, D 64 or 128.
 _AT_ONCE = 6
@@ -132,4 +125,5 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with gpu.current(device):
-        return run_backward(op, dout, inputs, out, lse, options, SLOPE_BYTES, _stream(device))
+        bound = gpu.slope_bytes(device)
+        return run_backward(op, dout, inputs, out, lse, options, bound, _stream(device))

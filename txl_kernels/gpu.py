@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 
 import torch
 
@@ -14,6 +15,12 @@ DECODE_QUERIES = 16
 # Keys that are worth a program of their own: a multiple of every tile, and enough for loads to run ahead.
 SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
+
+_slope_mib = os.environ.get("TXL_SLOPE_MIB")
+if _slope_mib is not None and not _slope_mib.isdecimal():
+    raise ValueError(f"TXL_SLOPE_MIB: got {_slope_mib!r}, needs a number of MiB")
+# A bound in place of slope_bytes' own.
+SLOPE_BYTES = None if _slope_mib is None else int(_slope_mib) << 20
 
 
 @functools.cache
@@ -45,6 +52,23 @@ def key_splits(inputs: Inputs, at_once: int = 4) -> int:
         splits = min((1, 2, 3, 4), key=lambda n: -(-blocks * n // slots) / n * (1 if n == 1 else 1.05))
     # As many as have keys: each but the last has a multiple of 64.
     return max(1, -(-K // max(64, -(-K // splits // 64) * 64)))
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    """Bytes of the GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def slope_bytes(device: torch.device) -> int:
+    """How much of the gradient of scores backward may keep at a time, in bytes, whatever L and K are.
+
+    1 GiB, or a 32nd of the GPU's memory if that is less; 64 queries of a head are the least. With less of it
+    there is less to do at once.
+    """
+    if SLOPE_BYTES is not None:
+        return SLOPE_BYTES
+    return 2**30 if device.type == "cpu" else min(2**30, _memory(device) // 32)
 
 
 def check_sizes(backend: str, inputs: Inputs) -> None:

@@ -59,11 +59,14 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
     using Kernel = typename decltype(kernel)::type;
     if (!error) error = launch<Kernel>(Kernel::blocks(x), shared_bytes, x, stream);
   };
-  const auto sum = [&](auto out, const float* parts, int64_t outer, int64_t heads, int64_t inner,
+  const auto sum = [&](auto kernel, const float* parts, int64_t outer, int64_t heads, int64_t inner,
                        int64_t width, int64_t D, const View& to, double factor) {
     const SumParams x{parts, outer, heads, inner, width, D, to, static_cast<float>(factor)};
-    start(Type<SumKernel<typename decltype(out)::type>>{}, x, SumKernel<float>::kSharedBytes);
+    start(kernel, x, decltype(kernel)::type::kSharedBytes);
   };
+  // Of many parts, and of the few that dr may have.
+  using Sum = Type<SumKernel<E, 8>>;
+  using SumFew = Type<SumKernel<E, 128>>;
   const auto each = [&](auto dropout) {
     using Of = BackwardOf<E, kHead, decltype(dropout)::value>;
     using DkDv = typename Of::DkDv;
@@ -76,14 +79,14 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
       start(Type<Dq>{}, params, Dq::kSharedBytes);
       const int64_t width = 2 * (p.D + 1);
       if (params.clamps)
-        sum(Type<float>{}, w.clamped_parts, chunk.batches, chunk.heads, Dq::parts(params), width, width,
-            View{w.clamped, 0, width, 0}, 1);
+        sum(Type<SumKernel<float, 8>>{}, w.clamped_parts, chunk.batches, chunk.heads, Dq::parts(params),
+            width, width, View{w.clamped, 0, width, 0}, 1);
       start(Type<Dr>{}, params, Dr::kSharedBytes);
     });
-    if (t.du.data) sum(Type<E>{}, w.du_parts, p.B, p.H, DkDv::parts(params), p.D, p.D, t.du, p.scale);
+    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, DkDv::parts(params), p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
-      sum(Type<E>{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);
-    if (!w.whole_dr) sum(Type<E>{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
+      sum(Sum{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);
+    if (!w.whole_dr) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
   if (p.dropout_p > 0)
     each(std::true_type{});

@@ -322,11 +322,11 @@ struct SumParams {
   float factor;
 };
 
-template <typename Out>
+// kElements neighbours at a time, whose parts are dealt out among the block's threads.
+template <typename Out, int kElements>
 struct SumKernel {
   using Params = SumParams;
-  // 8 neighbouring elements at a time, the parts dealt out among 16 threads for each.
-  static constexpr int kThreads = 128, kElements = 8, kShares = kThreads / kElements;
+  static constexpr int kThreads = 128, kShares = kThreads / kElements;
   static constexpr uint32_t kSharedBytes = kThreads * 4;
 
   static int64_t blocks(const Params& x) { return (x.width + kElements - 1) / kElements * x.H; }
