@@ -78,6 +78,9 @@ CASES = [
     dict(D=64, L=30, K=70, scale=-0.3, bias=False),
     # Several blocks, far tiles between others; a block whose second half has one query; dropout across both.
     dict(D=64, L=300, K=700, N=250),
+    dict(D=64, L=400, K=900, window_size=(300, -1)),
+    dict(D=48, L=250, K=300, N=100, causal=False, r_zero=30, window_size=(120, 70)),
+    dict(D=64, L=200, K=560, N=120, B=2, key_range=((40, 500), (0, 300))),
     dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
     dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
     # Less than a tile.
@@ -107,9 +110,13 @@ def test_against_the_reference(case, dtype):
 
 @emulated
 @pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("case", [c for c in CASES if c["D"] <= 128 and c["L"] > 16], ids=name_of)
-def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
+def test_forward_by_warpgroups(case, groups, dtype, monkeypatch, tmp_path):
+    if case["D"] > 64 and groups == 1:
+        pytest.skip("long rows: two")
     monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setattr(cuda, "_warpgroups", lambda *_: groups)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     check_case(case, dtype, backward=False)
     ran = (tmp_path / "trace").read_text().splitlines()

@@ -62,11 +62,13 @@ struct ForwardKernel : private Block {
         far_last{},
         acc{} {
     for (int y = 0; y < 2; ++y) {
-      const int i = i0 + row_of_lane(y);
+      const int i = i0 + query_of_lane(y);
       const Range keys = i < p.L ? p.keys_of_query({mask.lo, mask.hi}, i) : Range{0, 0};
       lo[y] = static_cast<int>(keys.lo), hi[y] = static_cast<int>(keys.hi);
     }
   }
+
+  static TXL_DEVICE int query_of_lane(int y) { return Block::query_of_row(row_of_lane(y)); }
 
   // Each of x.splits blocks of the same queries goes over split_keys keys. Neighbours in the grid share a
   // head, and so its keys in L2; the blocks that see most keys go first.
@@ -90,13 +92,14 @@ struct ForwardKernel : private Block {
       if (!together) load_far_terms(), start();
     }
     for (int j0 = tiles.begin; j0 < tiles.end;) {
-      if (is_far(j0)) {
+      if (Block::is_hidden(j0)) {
+        next_tile(j0), j0 += BN;
+      } else if (is_far(j0)) {
         add_tile<true, false>(j0), j0 += BN;
       } else if (is_masked(j0)) {
         add_tile<false, true>(j0), j0 += BN;
       } else {  // nearly all tiles, in a loop of their own
-        for (const int end = smaller(tiles.far_last, tiles.all_hi); j0 < end; j0 += BN)
-          add_tile<false, false>(j0);
+        for (const int end = this->end_of_near(j0); j0 < end; j0 += BN) add_tile<false, false>(j0);
       }
     }
     store();
@@ -111,7 +114,8 @@ struct ForwardKernel : private Block {
 
   // q + u and q + v, rounded as the operands of a product must be. q comes where q + v will be.
   TXL_DEVICE void load_queries() {
-    copy_rows<kThreads, BM>(query_rows(1), t.q, b, h, p, [&](int n) { return mask.query(i0 + n); });
+    copy_rows<kThreads, BM>(query_rows(1), t.q, b, h, p,
+                            [&](int n) { return mask.query(i0 + Block::query_of_row(n)); });
     commit_copies();
     using Numbers = Piece<E>;
     constexpr int kPieces = kHead / Numbers::kChannels;
@@ -155,10 +159,14 @@ struct ForwardKernel : private Block {
 
   // ---- A tile ----
 
-  template <bool kFar, bool kMasked>
-  TXL_DEVICE void add_tile(int j0) {
+  TXL_DEVICE void next_tile(int j0) {
     this->wait_tile();
     if (j0 + BN < tiles.end) copy_tile(j0 + BN);
+  }
+
+  template <bool kFar, bool kMasked>
+  TXL_DEVICE void add_tile(int j0) {
+    next_tile(j0);
     float score[kKeyTiles][4];
     if constexpr (kFar) {
       TXL_UNROLL_GPU
@@ -243,7 +251,7 @@ struct ForwardKernel : private Block {
       const int call =
           j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
       kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), opaque(b), opaque(h),
-                         i0 + row_of_lane(n / 4))
+                         i0 + query_of_lane(n / 4))
               << (4 * n);
     }
   }
@@ -258,7 +266,7 @@ struct ForwardKernel : private Block {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
-      const int of_block = row_of_lane(y), i = i0 + of_block;
+      const int of_block = query_of_lane(y), i = i0 + of_block;
       const bool any_seen = lo[y] < hi[y];
       if (any_seen && total[y] == 0) total[y] = nan();  // every score is -inf: no softmax exists
       const float factor = any_seen ? params.scale.kept / total[y] : 0.0f;
@@ -350,7 +358,7 @@ struct ForwardBlock
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
 template <typename E, int kHead>
 struct WarpgroupKernels {
-  static int forward(const ForwardParams<Forward>& params, void* stream);
+  static int forward(const ForwardParams<Forward>& params, int warpgroups, void* stream);
 };
 
 template <typename Block>
@@ -364,11 +372,11 @@ int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, vo
 
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
-int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
+int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] int warpgroups, void* stream) {
   if (params.p.L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
-    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
+    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, warpgroups, stream);
   }
 #endif
   return launch_block<ForwardBlock<E, kHead, 4>>(params, stream);
@@ -377,7 +385,7 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
 // parts: [splits, B * H * L * (D + 2)], or null for one split.
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
-                   bool warpgroups, void* stream) {
+                   int warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
   const ForwardParams<Forward> params{p, t, dropout_seed, Scales(p), splits, split_keys, parts};
   const int error = choose_block<E, kHead>(params, warpgroups, stream);

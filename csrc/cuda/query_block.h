@@ -29,8 +29,8 @@ struct QueryBlock {
                        kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
   // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice. Of
-  // elements of 16 bits, an odd number of 16 bytes.
-  static constexpr int kBandPitch = kBand + 8;
+  // elements of 16 bits, an odd number of 16 bytes. Warpgroups keep the columns of two tiles.
+  static constexpr int kBandPitch = (kPanels ? 2 * BN : kBand) + 8;
   static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
@@ -89,11 +89,16 @@ struct QueryBlock {
   }
   TXL_DEVICE bool follows_band(int j0) const { return (j0 > tiles.begin) & !is_far(j0 - BN); }
 
-  // The lane's query y, of two, is the block's query row_of_lane(y).
+  // The lane's query y, of two, is the block's query row_of_lane(y), and so is its row among the operands'.
   static TXL_DEVICE int row_of_lane(int y) {
     const int thread = opaque(thread_index());
     return thread / 32 * 16 + thread % 32 / 4 + 8 * y;
   }
+  static TXL_DEVICE int query_of_row(int row) { return row; }
+  // Whether none of what the block goes over is for this thread; and up to where a tile that is neither
+  // masked nor far is followed by others.
+  static TXL_DEVICE bool is_hidden(int) { return false; }
+  TXL_DEVICE int end_of_near(int) const { return smaller(tiles.far_last, tiles.all_hi); }
 
   // ---- Queries ----
 

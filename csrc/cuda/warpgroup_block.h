@@ -19,22 +19,41 @@ struct BoxedForward : Forward {
   bool boxes;
 };
 
-// Long rows leave room for one block on a multiprocessor, which then has two warpgroups, and registers for
-// one operand of two.
-template <typename E, int kHead>
-struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHead <= 64 ? 2 : 1), true> {
+// Long rows leave room in registers for two warpgroups.
+template <typename E, int kHead, int kWarpgroups>
+struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
   using Base = typename WarpgroupBlock::QueryBlock;
   using Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
+  using Base::i0, Base::mask, Base::tiles;
   using Tile = typename Base::template Tile<BN>;
   using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
   static_assert(BN == kBoxRows, "a box is a panel of a tile");
-  static constexpr int kGroups = BM / 64;
+  static constexpr int kGroups = kWarpgroups;
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
 
-  TXL_DEVICE WarpgroupBlock(const Problem& p, const BoxedForward& t, const typename Base::Place& place)
-      : Base(p, t, place), boxed(t) {}
+  TXL_DEVICE WarpgroupBlock(const Problem& problem, const BoxedForward& t, const typename Base::Place& place)
+      : Base(problem, t, place),
+        boxed(t),
+        group(kGroups == 1 ? 0 : uniform(warp() / 4)),
+        own(i0 + 64 * group < problem.L ? key_tiles<64, BN>(problem, {mask.lo, mask.hi}, i0 + 64 * group)
+                                        : KeyTiles{}) {}
+
+  // Of the warpgroup's queries.
+  TXL_DEVICE bool is_hidden(int j0) const { return kGroups > 1 && ((j0 < own.begin) | (j0 >= own.end)); }
+  TXL_DEVICE bool is_masked(int j0) const { return (j0 < own.all_lo) | (j0 >= own.all_hi); }
+  TXL_DEVICE int end_of_near(int j0) const {
+    const int end = j0 < tiles.near ? tiles.all_lo : j0 < tiles.far_last ? tiles.far_last : own.all_hi;
+    return smaller(end, own.all_hi);
+  }
+
+  // Eight queries that a warp's registers hold side by side are eight apart, so that eight columns of the
+  // band lie side by side in all of them.
+  static TXL_DEVICE int query_of_row(int row) {
+    const uint32_t n = static_cast<uint32_t>(row), g = n % 8;
+    return static_cast<int>(n / 64 * 64 + (2 * g % 8 + g / 4) * 8 + n / 16 % 4 * 2 + n / 8 % 2);
+  }
 
   TXL_DEVICE void begin_copies() const {
     if (elected()) mbarrier_init(mbarrier(), 1);
@@ -70,33 +89,41 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHea
   }
 
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
-    const int group = kGroups == 1 ? 0 : uniform(warp() / 4), in_group = opaque(warp()) % 4;
-    // The warp's window begins in this chunk of the block's band, at this column.
-    const int first = kGroups - 1 - group, left = 48 - 16 * in_group;
+    // The warpgroup's columns begin with this chunk of the block's.
+    const int first = kGroups - 1 - group;
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
-    if (!this->follows_band(j0)) {
+    const uint32_t band = this->band_of_lane();
+    float columns[kKeyTiles][4];
+    sync_warp();  // what the tile before has left here was read
+    if (!((j0 > own.begin) & !this->is_far(j0 - BN))) {
       with_q_v([&](auto& q_v) {
         start<false>(columns, q_v, r(0));
         warpgroup_wait<0>();
         settle(columns), settle(q_v);
       });
+      write_columns(band, columns, j0);
     }
-    const uint32_t own = this->band_of_lane(), moved = own - static_cast<uint32_t>(left) * 4;
-    sync_warp();  // what the tile before has left here was read
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      if (8 * n >= left) this->write_band(moved + 32 * n, columns[n]);
     with_q_v([&](auto& q_v) {
       start<false>(columns, q_v, r(1));
       start<false>(score, held[0], this->k_tile(j0));
       warpgroup_wait<1>();  // the scores are computed while the columns are written
       settle(columns), settle(q_v);
     });
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      if (8 * n < 16 + left) this->write_band(moved + 256 + 32 * n, columns[n]);
+    write_columns(band, columns, j0 + BN);
     finish(score);
-    this->read_band(own, [&](int n, int x, float band) { score[n][x] += band; });
+    sync_warp();
+    // Both queries of the lane begin at the same place, even.
+    const int l = opaque(lane()),
+              begin = (j0 + 62 - query_of_row(opaque(warp()) % 4 * 16 + l / 4) + l % 4 * 2) & (2 * BN - 1);
+    const uint32_t at = band - static_cast<uint32_t>(l % 4 * 2) * 4 + static_cast<uint32_t>(begin) * 4;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const uint32_t from = (begin < 2 * BN - 8 * n ? at : at - 2 * BN * 4) + 32 * n;
+      for (int y = 0; y < 2; ++y) {
+        const auto x = load_shared<float2>(from + static_cast<uint32_t>(8 * y * Base::kBandPitch * 4));
+        score[n][2 * y] += x.x, score[n][2 * y + 1] += x.y;
+      }
+    }
   }
 
   TXL_DEVICE void add_keys(float (&score)[kKeyTiles][4], int j0) {
@@ -127,9 +154,10 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHea
 
  private:
   const BoxedForward& boxed;
-  float columns[kKeyTiles][4];  // of the band, of the tile before
-  bool by_engine, by_threads;   // who copies the tile that is under way; some tiles both
-  uint32_t parity = 0;          // of the mbarrier's phase that ends when the engine has
+  int group;
+  KeyTiles own;
+  bool by_engine, by_threads;  // who copies the tile that is under way; some tiles both
+  uint32_t parity = 0;         // of the mbarrier's phase that ends when the engine has
 
   TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
 
@@ -138,6 +166,19 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, (kHea
     for (int n = 0; n < kHead / Tile::kChannelsOfPanel; ++n)
       copy_box(to.at(0, n * Tile::kChannelsOfPanel), map, n * Tile::kChannelsOfPanel, row, this->h, batch,
                mbarrier());
+  }
+
+  // BN columns of the band, those from key j0 on of the warpgroup's last query, to where the band's columns
+  // lie modulo 2 BN: the first query's one to the left, which is where the second one's have their next.
+  static TXL_DEVICE void write_columns(uint32_t band, const float (&columns)[kKeyTiles][4], int j0) {
+    const uint32_t half = static_cast<uint32_t>(j0) / BN % 2, to = band + half * BN * 4;
+    const bool wraps = half == 0 && opaque(lane()) % 4 == 0;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n) {
+      store_shared(n == 0 && wraps ? to + (2 * BN - 1) * 4 : to + 32 * n - 4, columns[n][0]);
+      store_shared(to + 32 * n, columns[n][1]);
+      store_shared(to + 8 * Base::kBandPitch * 4 + 32 * n, float2{columns[n][2], columns[n][3]});
+    }
   }
 
   // f(q + v), which registers hold or shared memory.

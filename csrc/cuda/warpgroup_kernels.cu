@@ -6,7 +6,7 @@
 namespace txl::cuda {
 
 template <typename E, int kHead>
-int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
+int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, int warpgroups, void* stream) {
   const Problem& p = params.p;
   ForwardParams<BoxedForward> x{p,
                                 {params.t, {}, {}, {}, false},
@@ -28,7 +28,10 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
     if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
     if (error) return error;
   }
-  return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
+  if constexpr (kHead <= 64) {
+    if (warpgroups == 1) return launch_block<WarpgroupBlock<E, kHead, 1>>(x, stream);
+  }
+  return launch_block<WarpgroupBlock<E, kHead, (kHead <= 64 ? 3 : 2)>>(x, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
