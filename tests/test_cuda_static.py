@@ -84,16 +84,33 @@ def passes(accesses: list[tuple[int, ...]]) -> int:
     return max(collections.Counter(word % 32 for word in words).values())
 
 
-def pitch_of(element: str, head: int) -> int:
-    """csrc/cuda/tiles.h: Rows<E, kHead>::kRowBytes, in words."""
-    return ((4 if element == "f32" else 2) * head + 16) // 4
+def word_of(element: str, head: int, row: int, channel: int) -> int:
+    """csrc/cuda/tiles.h: Rows<E, kHead>::at, in words."""
+    size = 4 if element == "f32" else 2
+    whole = head * size % 128 == 0
+    pitch, byte = head * size + (0 if whole else 16), channel * size
+    return (row * pitch + (byte ^ row % 8 * 16 if whole else byte)) // 4
 
 
 @pytest.mark.parametrize("element, head", cuda_build.units())
-def test_matrix_loads_meet_no_bank_twice(element, head):
-    """ldmatrix: eight rows of 16 bytes at a time."""
-    pitch = pitch_of(element, head)
-    assert passes([tuple(row * pitch + word for word in range(4)) for row in range(8)]) == 1
+def test_rows_meet_no_bank_twice(element, head):
+    """ldmatrix: 16 bytes of eight rows at a time; and what is copied, eight neighbouring pieces of a row."""
+    piece = 4 if element == "f32" else 8  # elements of 16 bytes
+
+    def words(row, n):
+        start = word_of(element, head, row, n * piece)
+        assert start % 4 == 0
+        return tuple(range(start, start + 4))
+
+    for n in range(head // piece):
+        assert passes([words(row, n) for row in range(8)]) == 1
+    for row in range(8):
+        for first in range(0, head // piece - 7, 8):
+            lanes = [words(row, n) for n in range(first, first + 8)]
+            assert passes(lanes) == 1
+            # Else a line of memory goes to two lines here, one after the other.
+            if head * (16 // piece) % 128 == 0:
+                assert len({word // 32 for lane in lanes for word in lane}) == 1
 
 
 @pytest.mark.parametrize("head", cuda_build.WARPGROUP_CLASSES["bf16"])
@@ -115,7 +132,7 @@ def test_panels_meet_no_bank_twice(head):
 def test_rows_of_float32_are_read_transposed_without_conflicts(head):
     """SquareRows::load: lane 4 a + b reads channel a of rows 2 b and 2 b + 1, one by one."""
     for x in (0, 1):
-        assert passes([((2 * b + x) * pitch_of("f32", head) + a,) for a in range(8) for b in range(4)]) == 1
+        assert passes([(word_of("f32", head, 2 * b + x, a),) for a in range(8) for b in range(4)]) == 1
 
 
 @pytest.mark.parametrize("BN", [16, 32])
@@ -155,6 +172,32 @@ def test_the_band_is_written_without_conflicts_and_read_with_the_fewest(BN):
         assert passes([(a * pitch + c, a * pitch + c + 1) for a, c in half]) == 1
     reads = [passes([(a * pitch + c + x - a,) for a, c in lanes]) for x in (0, 1)]
     assert reads == [2, 2]
+
+
+def test_warpgroups_write_the_band_and_read_it_without_conflicts():
+    """As csrc/cuda/warpgroup_block.h does: lane 4 a + b writes columns 2 b, 2 b + 1 of two rows a, of the first
+    one by one, one place to the left; and reads two columns of each, moved by the distance between queries."""
+    columns, pitch = 128, 128 + 8  # kBandPitch
+    lanes = [(a, 2 * b) for a in range(8) for b in range(4)]
+    moved = {}
+    for row in range(64):  # query_of_row
+        query = row // 64 * 64 + (2 * row % 8 + row % 8 // 4) * 8 + row // 16 % 4 * 2 + row // 8 % 2
+        moved[row] = 63 - query  # what the row's first column is of the warpgroup's
+    assert sorted(moved.values()) == list(range(64))
+    for half in (lanes[:16], lanes[16:]):
+        assert passes([(a * pitch + c, a * pitch + c + 1) for a, c in half]) == 1
+    for turn in (0, 1):
+        one_by_one = [a * pitch + (c + (turn if a < 4 else 1 - turn) - 1) % columns for a, c in lanes]
+        assert passes([(word,) for word in one_by_one]) == 1
+    for warp in range(4):
+        for y in (0, 1):
+            for n in range(0, 64, 8):
+                for half in (lanes[:16], lanes[16:]):
+                    starts = [
+                        a * pitch + (moved[16 * warp + 8 * y + a] + y - 1 + n + c) % columns for a, c in half
+                    ]
+                    assert all(start % 2 == 0 for start in starts)
+                    assert passes([(start, start + 1) for start in starts]) == 1
 
 
 def test_no_pitch_reads_the_band_without_conflicts():

@@ -101,19 +101,6 @@ def has_warpgroups(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and "sm_90a" in details()["targets"].split()
 
 
-def _warpgroups(q: Tensor, splits: int) -> int:
-    """Of a block: 3 share keys and r, but if there are few queries, one has them sooner. Each has 64 queries.
-
-    In rounds of the GPU over all blocks; it has room for three warpgroups of one block or one each of two, whose
-    round takes about 0.7 of the others'.
-    """
-    B, H, L, _ = q.shape
-    processors = gpu.processors(q.device)
-    rounds_of_3 = -(-(-(-L // 192) * B * H * splits) // processors)
-    rounds_of_1 = -(-(-(-L // 64) * B * H * splits) // (2 * processors))
-    return 3 if rounds_of_3 <= 0.7 * rounds_of_1 else 1
-
-
 def _stream(device: torch.device) -> int:
     return 0 if _EMULATION else torch.cuda.current_stream(device).cuda_stream
 
@@ -125,7 +112,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     out, lse = new_results(q)
     splits = gpu.key_splits(inputs, _AT_ONCE if L <= gpu.DECODE_QUERIES else 4)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
-    warpgroups = _warpgroups(q, splits) if WARPGROUPS and has_warpgroups(q.device) else 0
+    warpgroups = WARPGROUPS and has_warpgroups(q.device)
     with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
             *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, _stream(q.device)

@@ -50,9 +50,14 @@ struct Type {
 template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                     int64_t budget, void* stream) {
-  BackwardParams params{
-      p,         t, dropout_seed, Workspace(p, sizeof(E), kHead, budget, workspace), Workspace::clamps(p),
-      Scales(p), {}};
+  BackwardParams params{p,
+                        t,
+                        dropout_seed,
+                        Workspace(p, sizeof(E), kHead, budget, workspace),
+                        Workspace::clamps(p),
+                        Scales(p),
+                        heads_together(p, sizeof(E)),
+                        {}};
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {

@@ -47,12 +47,12 @@ struct DqKernel : private QueryBlock<E, kHead, BN, 4, 0, 0> {
         t(x.t),
         slopes(x.slopes<E>(b, h, i0 + row_of_lane(0), lane() % 4 * 2)) {}
 
-  // Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
   static TXL_DEVICE typename Block::Place place(const Params& x) {
     const Chunk& chunk = x.chunk;
-    const int blocks = static_cast<int>(div_up(chunk.hi - chunk.lo, BM)), head = block_index() / blocks;
-    const int b = chunk.b + head / chunk.heads;
-    return {b, chunk.h + head % chunk.heads, chunk.lo + (blocks - 1 - block_index() % blocks) * BM,
+    const int blocks = static_cast<int>(div_up(chunk.hi - chunk.lo, BM));
+    const Turn turn(blocks, chunk.batches * chunk.heads, x.heads_together);
+    const int b = chunk.b + turn.head / chunk.heads;
+    return {b, chunk.h + turn.head % chunk.heads, chunk.lo + (blocks - 1 - turn.block) * BM,
             x.p.keys_of_batch(b)};
   }
 

@@ -144,6 +144,7 @@ struct BackwardParams {
   Workspace w;
   bool clamps;
   Scales scale;
+  int heads_together;
   Chunk chunk;
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }

@@ -16,10 +16,10 @@ struct f16;
 using f32 = float;
 
 // dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
-// parts, float32 [splits, B * H * L * (D + 2)]. warpgroups: 0, or of how many blocks are to
-// be, by wgmma, where there is a kernel with it; the GPU is sm_90.
+// parts, float32 [splits, B * H * L * (D + 2)]. warpgroups: wgmma where there is a kernel with it; the GPU is
+// sm_90.
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-            float* parts, int warpgroups, void* stream);
+            float* parts, bool warpgroups, void* stream);
 
 // budget: bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks). workspace: as many
 // float32 as backward_workspace says.
@@ -34,7 +34,7 @@ std::string targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a
 template <typename E, int kHead>
 struct Kernels {
   static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-                     float* parts, int warpgroups, void* stream);
+                     float* parts, bool warpgroups, void* stream);
   static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
                       int64_t budget, void* stream);
   static int64_t backward_workspace(const Problem& p, int64_t budget);

@@ -20,6 +20,7 @@ struct ForwardParams {
   int splits;
   int64_t split_keys;
   float* parts;
+  int heads_together;
 
   TXL_HD int64_t rows() const { return p.B * p.H * p.L; }
   TXL_HD float* origin() const { return parts + splits * rows() * p.D; }
@@ -70,16 +71,22 @@ struct ForwardKernel : private Block {
 
   static TXL_DEVICE int query_of_lane(int y) { return Block::query_of_row(row_of_lane(y)); }
 
-  // Each of x.splits blocks of the same queries goes over split_keys keys. Neighbours in the grid share a
-  // head, and so its keys in L2; the blocks that see most keys go first.
+  // The splits of a head as if they were heads.
+  static TXL_DEVICE Turn turn_of(const Params& x) {
+    return {static_cast<int>(Block::blocks_of_head(x.p)), static_cast<int>(x.p.B * x.p.H) * x.splits,
+            x.heads_together * x.splits};
+  }
+
+  // Each of x.splits blocks of the same queries goes over split_keys keys.
   static TXL_DEVICE typename Block::Place place(const Params& x) {
     const int blocks = static_cast<int>(Block::blocks_of_head(x.p)), H = static_cast<int>(x.p.H);
-    const int head = block_index() / blocks / x.splits, b = head / H;
-    const int64_t split = block_index() / blocks % x.splits;
+    const Turn turn = turn_of(x);
+    const int head = turn.head / x.splits, b = head / H;
+    const int64_t split = turn.head % x.splits;
     const Range keys = x.p.keys_of_batch(b);
     return {b,
             head % H,
-            (blocks - 1 - block_index() % blocks) * BM,
+            (blocks - 1 - turn.block) * BM,
             {larger(keys.lo, split * x.split_keys), smaller(keys.hi, (split + 1) * x.split_keys)}};
   }
 
@@ -182,9 +189,14 @@ struct ForwardKernel : private Block {
         for (int x = 0; x < 4; ++x)
           if (!sees(j0, n, x)) score[n][x] = -infinity();
     }
-    softmax<kMasked>(score);
-    if constexpr (kDropout) drop(score, j0);
-    Block::template add_values<kMasked>(acc, score, j0, [&](int n, int x) { return sees(j0, n, x); });
+    scale_sums(score);
+    if constexpr (kDropout) draw_dropout(j0);
+    Block::template add_values<kMasked>(
+        acc, score, j0, [&](int n, int x) { return sees(j0, n, x); },
+        [&](int n) {
+          make_weights<kMasked>(score[n]);
+          if constexpr (kDropout) drop(score[n], j0, n);
+        });
   }
 
   // Whether the lane's query x / 2 sees key x % 2 of the lane's in n8 tile n.
@@ -193,11 +205,10 @@ struct ForwardKernel : private Block {
     return j >= lo[x / 2] && j < hi[x / 2];
   }
 
-  // A step of online softmax: scores become probabilities that lack the division by their sum. What they are
-  // relative to need not be the largest score so far, as long as none is more than 2^8 times as probable: so
-  // the sums are hardly ever scaled after the first tiles. (Dao and others, FlashAttention-4.)
-  template <bool kMasked>
-  TXL_DEVICE void softmax(float (&score)[kKeyTiles][4]) {
+  // A step of online softmax: what probabilities are relative to need not be the largest score so far, as
+  // long as none is more than 2^8 times as probable: so the sums are hardly ever scaled after the first
+  // tiles. (Dao and others, FlashAttention-4.)
+  TXL_DEVICE void scale_sums(const float (&score)[kKeyTiles][4]) {
     float top[2];
     bool rises[2];
     TXL_UNROLL_GPU
@@ -206,12 +217,13 @@ struct ForwardKernel : private Block {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
         top[y] = larger(top[y], larger(score[n][2 * y], score[n][2 * y + 1]));
-      for (int step = 1; step < 4; step *= 2) top[y] = larger(top[y], shuffle_xor(top[y], step));
-      rises[y] = (top[y] - origin[y]) * params.scale.scores > 8;  // not if both are -inf
+      rises[y] = this->rises(top[y], y);
     }
     if (any(rises[0] | rises[1])) {
       TXL_UNROLL_GPU
       for (int y = 0; y < 2; ++y) {
+        for (int step = 1; step < 4; step *= 2) top[y] = larger(top[y], shuffle_xor(top[y], step));
+        rises[y] = this->rises(top[y], y);
         const float decay = rises[y] ? exp2_fast((origin[y] - top[y]) * params.scale.scores) : 1.0f;
         if (rises[y]) origin[y] = top[y];
         total[y] *= decay;
@@ -219,26 +231,29 @@ struct ForwardKernel : private Block {
         for (int d = 0; d < kHeadTiles; ++d) acc[d][2 * y] *= decay, acc[d][2 * y + 1] *= decay;
       }
     }
+  }
+
+  // Scores become probabilities that lack the division by their sum.
+  template <bool kMasked>
+  TXL_DEVICE void make_weights(float (&score)[4]) {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       // So far a query may have seen nothing: -inf - -inf would be NaN.
       const float from = kMasked && origin[y] == -infinity() ? 0.0f : origin[y];
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles; ++n)
-        for (int x = 2 * y; x < 2 * y + 2; ++x) {
-          // The difference first: of huge scores the products' rounding errors would be huge, too.
-          score[n][x] = exp2_fast((score[n][x] - from) * params.scale.scores);
-          total[y] += score[n][x];  // of the lane's own keys; summed up over lanes at the end
-        }
+      for (int x = 2 * y; x < 2 * y + 2; ++x) {
+        // The difference first: of huge scores the products' rounding errors would be huge, too.
+        score[x] = exp2_fast((score[x] - from) * params.scale.scores);
+        total[y] += score[x];  // of the lane's own keys; summed up over lanes at the end
+      }
     }
   }
 
-  TXL_DEVICE void drop(float (&weight)[kKeyTiles][4], int j0) {
-    draw_dropout(j0);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n)
-      for (int x = 0; x < 4; ++x)
-        if ((kept >> ((x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4) & 1) == 0) weight[n][x] = 0;
+  // Not if both are -inf.
+  TXL_DEVICE bool rises(float score, int y) const { return (score - origin[y]) * params.scale.scores > 8; }
+
+  TXL_DEVICE void drop(float (&weight)[4], int j0, int n) const {
+    for (int x = 0; x < 4; ++x)
+      if ((kept >> ((x * 2 + n % 2) * 4 + (j0 / 16 + n / 2) % 4) & 1) == 0) weight[x] = 0;
   }
 
   // For the tile; the tiles of a group of 64 keys share what the first that the block meets draws. A lane's
@@ -258,7 +273,7 @@ struct ForwardKernel : private Block {
 
   TXL_DEVICE void store() {
     const bool whole = params.splits == 1;
-    const int64_t split = block_index() / Block::blocks_of_head(p) % params.splits;
+    const int64_t split = whole ? 0 : turn_of(params).head % params.splits;
     const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
     const Rows<E, kHead> results{Block::base + Block::kTilesAt};
     static_assert(BM * Rows<E, kHead>::kRowBytes <= Block::kUsed - Block::kTilesAt, "room for them");
@@ -307,32 +322,69 @@ constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 template <typename E>
 struct MergeKernel {
   using Params = ForwardParams<Forward>;
-  static constexpr int kThreads = 128;
+  static constexpr int kThreads = 256, kWarps = kThreads / 32;
 
+  // Of warps, splits, threads.
+  static uint32_t shared_bytes(const Params& x) {
+    return static_cast<uint32_t>(2 * kWarps + x.splits + kThreads) * 4;
+  }
+
+  // Queries are few: a block has one of them, and its threads first the splits, then channels of some splits.
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
     const int64_t row = block_index(), rows = x.rows();
-    float largest = -infinity(), total = 0;
-    const auto origin_of = [&](int split) { return load_global(x.origin() + split * rows + row); };
-    TXL_UNROLL_SOME_GPU  // so that loads are under way together
-        for (int split = 0; split < x.splits; ++split) largest = larger(largest, origin_of(split));
+    const int thread = thread_index(), splits = x.splits, D = static_cast<int>(p.D);
+    const uint32_t of_warps = shared_base(), weights = of_warps + 2 * kWarps * 4,
+                   sums = weights + static_cast<uint32_t>(splits) * 4;
+    const auto at = [](uint32_t base, int n) { return base + static_cast<uint32_t>(n) * 4; };
+
+    float largest = -infinity();
+    for (int n = thread; n < splits; n += kThreads)
+      largest = larger(largest, load_global(x.origin() + n * rows + row));
+    largest = of_block(of_warps, largest, [](float a, float b) { return larger(a, b); });
     const float origin = largest == -infinity() ? 0.0f : largest;
-    for (int d = thread_index(); d < p.D; d += kThreads) {
-      float sum = 0;
-      total = 0;
-      TXL_UNROLL_SOME_GPU
-      for (int split = 0; split < x.splits; ++split) {
-        const float weight = exp2_fast((origin_of(split) - origin) * x.scale.scores) *
-                             load_global(x.total() + split * rows + row);
-        total += weight;
-        sum += weight * load_global(x.parts + (split * rows + row) * p.D + d);
+    float total = 0;
+    for (int n = thread; n < splits; n += kThreads) {
+      const float weight = exp2_fast((load_global(x.origin() + n * rows + row) - origin) * x.scale.scores) *
+                           load_global(x.total() + n * rows + row);
+      store_shared(at(weights, n), weight);
+      total += weight;
+    }
+    total = of_block(of_warps + kWarps * 4, total, [](float a, float b) { return a + b; });
+
+    const int width = (D + 31) / 32 * 32, groups = kThreads / width, group = thread / width;
+    const int d = thread % width;
+    const bool has = d < D && group < groups;
+    float sum = 0;
+    if (has) {
+      TXL_UNROLL_SOME_GPU  // so that loads are under way together
+          for (int n = group; n < splits; n += groups) {
+        const int64_t part = (n * rows + row) * p.D + d;
+        sum += load_shared<float>(at(weights, n)) * load_global(x.parts + part);
       }
+    }
+    store_shared(at(sums, thread), sum);
+    sync_threads();
+    if (has && group == 0) {
+      for (int n = 1; n < groups; ++n) sum += load_shared<float>(at(sums, n * width + d));
       store_global(x.t.out.at<E>(row / p.L / p.H, row / p.L % p.H, row % p.L) + d,
                    from_float<E>(total == 0 ? 0.0f : sum / total));
     }
-    if (thread_index() == 0)
+    if (thread == 0)
       store_global(static_cast<float*>(x.t.lse) + row,
                    total == 0 ? -infinity() : multiply_add(origin, x.scale.scores, log2_fast(total)) * kLn2);
+  }
+
+ private:
+  // f of all threads' x, in all of them; also a barrier. at: kWarps floats of shared memory.
+  template <typename F>
+  static TXL_DEVICE float of_block(uint32_t at, float x, F f) {
+    for (int mask = 16; mask > 0; mask /= 2) x = f(x, shuffle_xor(x, mask));
+    if (lane() == 0) store_shared(at + static_cast<uint32_t>(warp()) * 4, x);
+    sync_threads();
+    x = load_shared<float>(at);
+    for (int n = 1; n < kWarps; ++n) x = f(x, load_shared<float>(at + static_cast<uint32_t>(n) * 4));
+    return x;
   }
 };
 
@@ -358,7 +410,7 @@ struct ForwardBlock
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
 template <typename E, int kHead>
 struct WarpgroupKernels {
-  static int forward(const ForwardParams<Forward>& params, int warpgroups, void* stream);
+  static int forward(const ForwardParams<Forward>& params, void* stream);
 };
 
 template <typename Block>
@@ -372,11 +424,11 @@ int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, vo
 
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
-int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] int warpgroups, void* stream) {
+int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
   if (params.p.L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
-    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, warpgroups, stream);
+    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
   }
 #endif
   return launch_block<ForwardBlock<E, kHead, 4>>(params, stream);
@@ -385,12 +437,13 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] int warp
 // parts: [splits, B * H * L * (D + 2)], or null for one split.
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
-                   int warpgroups, void* stream) {
+                   bool warpgroups, void* stream) {
   const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
-  const ForwardParams<Forward> params{p, t, dropout_seed, Scales(p), splits, split_keys, parts};
+  const ForwardParams<Forward> params{p,      t,          dropout_seed, Scales(p),
+                                      splits, split_keys, parts,        heads_together(p, sizeof(E))};
   const int error = choose_block<E, kHead>(params, warpgroups, stream);
   if (error || splits == 1) return error;
-  return launch<MergeKernel<E>>(params.rows(), 0, params, stream);
+  return launch<MergeKernel<E>>(params.rows(), MergeKernel<E>::shared_bytes(params), params, stream);
 }
 
 }  // namespace txl::cuda

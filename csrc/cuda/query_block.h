@@ -203,13 +203,15 @@ struct QueryBlock {
     add_query_product<0>(score, k_tile(j0), [](int n) { return n; });
   }
 
-  // acc += weight v. kMasked: some queries do not see some keys, by sees(n8 tile, element).
-  template <bool kMasked, typename F>
-  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0,
-                             F sees) const {
+  // acc += weight v; make(n8 tile) is called when its weights are to be there. kMasked: some queries do not
+  // see some keys, by sees(n8 tile, element).
+  template <bool kMasked, typename F, typename G>
+  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0, F sees,
+                             G make) const {
     const Tile<BN> values = v_tile(j0);
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; n += 2) {
+      make(n), make(n + 1);
       const auto a = Square<E>::of(weight[n], weight[n + 1]);
       const int l = opaque(lane());
       TXL_UNROLL_GPU

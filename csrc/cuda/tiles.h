@@ -128,6 +128,25 @@ TXL_DEVICE KeyTiles key_tiles(const Problem& p, Range batch, int64_t i0) {
   return t;
 }
 
+// ---- The grid ----
+
+// `blocks` to a head, the longest first. Of as many heads as L2 has room for, all first blocks come before
+// all second ones: neighbours share keys with what runs beside them, and short blocks end a launch.
+struct Turn {
+  int head, block;
+
+  TXL_DEVICE Turn(int blocks, int heads, int together) {
+    const int group = block_index() / (together * blocks), in_group = block_index() % (together * blocks);
+    const int size = smaller(together, heads - group * together);
+    block = in_group / size, head = group * together + in_group % size;
+  }
+};
+
+// Heads whose keys and values take 24 MiB, about half of a large GPU's L2.
+inline int heads_together(const Problem& p, int element_bytes) {
+  return static_cast<int>(larger<int64_t>((24 << 20) / (2 * element_bytes * p.K * p.D), 1));
+}
+
 // ---- Elements ----
 
 // Of 16 bytes.
@@ -152,19 +171,28 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 
 // ---- Tiles in shared memory ----
 
-// Rows of kHead channels, 16 bytes of padding behind each: eight neighbours, read at the same place, lie in
-// different banks.
+// Rows of kHead channels, of which eight neighbours, read at the same place, lie in different banks: in those
+// that fill 128 bytes, and so all banks, the pieces of 16 bytes have changed places, by the row's number
+// modulo 8. A copy of 128 bytes of memory then goes to 128 bytes of shared memory that begin at a multiple of
+// that, else to two, one after the other. Behind other rows there are 16 bytes of padding.
 template <typename E, int kChannels>
 struct Rows {
   using Element = E;
-  static constexpr int kHead = kChannels, kPeriod = 1;  // of rows, after which pieces lie as before
-  static constexpr uint32_t kRowBytes = kRow<E, kHead> + 16;
-  static_assert(kRowBytes / 16 % 2 == 1, "an odd number of 16 bytes");
+  static constexpr bool kSwizzled = kRow<E, kChannels> % 128 == 0;
+  static constexpr int kHead = kChannels, kPeriod = kSwizzled ? 8 : 1;  // of rows, then pieces lie as before
+  static constexpr uint32_t kRowBytes = kRow<E, kHead> + (kSwizzled ? 0 : 16);
+  static_assert(kSwizzled || kRowBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
-  uint32_t address;
+  uint32_t address;  // a multiple of 128
 
   TXL_DEVICE uint32_t at(int row, int channel) const {
-    return address + static_cast<uint32_t>(row) * kRowBytes + static_cast<uint32_t>(channel) * sizeof(E);
+    const uint32_t n = static_cast<uint32_t>(row), byte = static_cast<uint32_t>(channel) * sizeof(E);
+    return address + n * kRowBytes + (byte ^ n % kPeriod * 16);
+  }
+  // The piece `rows` below the one at `place` from the tile's start on.
+  TXL_DEVICE uint32_t below(uint32_t place, int rows) const {
+    const uint32_t n = static_cast<uint32_t>(rows);
+    return address + n * kRowBytes + (place ^ n % kPeriod * 16);
   }
 };
 
@@ -185,6 +213,11 @@ struct Panels {
     const uint32_t n = static_cast<uint32_t>(row), c = static_cast<uint32_t>(channel);
     const uint32_t byte = c % kChannelsOfPanel * sizeof(E);
     return address + c / kChannelsOfPanel * kPanelBytes + n * 128 + (byte ^ n % 8 * 16);
+  }
+
+  TXL_DEVICE uint32_t below(uint32_t place, int rows) const {
+    const uint32_t n = static_cast<uint32_t>(rows);
+    return address + n * 128 + (place ^ n % kPeriod * 16);
   }
 
   // For warpgroup_mma: channels kStep d to kStep (d + 1) - 1 of all rows, each a column of b.
@@ -287,11 +320,11 @@ struct Copier {
       // An address is one product of 32-bit numbers, and a sum.
       if constexpr (kSameColumn) {
         constexpr int kEvery = kThreads / kPieces;
-        static_assert(kEvery % Tile::kPeriod == 0, "at the same places of a row");
+        static_assert(kEvery % Tile::kPeriod == 0 || Tile::kPeriod % kEvery == 0, "no carry in Tile::below");
         const int n = row + start / kPieces;
         if (kRows % kEvery != 0 && n >= kRows) break;
         const RowOf y = row_of(n);
-        copy_async_16(to.at(to_row + start / kPieces, 0) + place, from.column + int64_t{y.n} * row_bytes,
+        copy_async_16(to.below(place, to_row + start / kPieces), from.column + int64_t{y.n} * row_bytes,
                       y.exists && channel < p.D);
       } else {
         const int at = start + opaque(thread_index()), n = row_at(at), d = channel_at(at);

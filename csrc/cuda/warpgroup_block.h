@@ -3,9 +3,13 @@
 // the same.
 //
 // The band. The 64 queries of a warpgroup share their rows of r: of every tile they have the same 64 new
-// columns of the band, and a warp, whose own window is 80 columns, needs some of those for its next tile
-// only. So the columns stay in registers until the next tile has come; of both tiles a warp writes what lies
-// in its window. While it writes the new ones, the tensor cores compute the scores' other part.
+// columns of the band, which a warp writes to its 16 rows of shared memory, where those of the tile before
+// still are: column c at c modulo 128. While it writes them, the tensor cores compute the scores' other part.
+//
+// Which queries a warp has is chosen so that reading them moved costs nothing: a lane reads two columns at
+// once, and half a warp from all banks. Its eight rows that registers hold side by side are queries eight
+// apart, so eight neighbouring columns stay neighbours; and its two rows are neighbouring queries, of which
+// the first one's columns are written one place to the left: all move by an even number then.
 #pragma once
 
 #include "copy_engine.h"
@@ -19,9 +23,10 @@ struct BoxedForward : Forward {
   bool boxes;
 };
 
-// Long rows leave room in registers for two warpgroups.
-template <typename E, int kHead, int kWarpgroups>
-struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
+// Short rows leave room for two blocks of a warpgroup each on a multiprocessor; long ones for two warpgroups
+// that share keys and r.
+template <typename E, int kHead>
+struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, true> {
   using Base = typename WarpgroupBlock::QueryBlock;
   using Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
   using Base::i0, Base::mask, Base::tiles;
@@ -29,7 +34,7 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
   using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
   static_assert(BN == kBoxRows, "a box is a panel of a tile");
-  static constexpr int kGroups = kWarpgroups;
+  static constexpr int kGroups = BM / 64;
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
 
@@ -38,9 +43,11 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
         boxed(t),
         group(kGroups == 1 ? 0 : uniform(warp() / 4)),
         own(i0 + 64 * group < problem.L ? key_tiles<64, BN>(problem, {mask.lo, mask.hi}, i0 + 64 * group)
-                                        : KeyTiles{}) {}
+                                        : KeyTiles{}),
+        band(this->band_of_lane()),
+        first_column(62 - query_of_row(warp() % 4 * 16 + lane() / 4) + lane() % 4 * 2) {}
 
-  // Of the warpgroup's queries.
+  // Those of the warpgroup's own queries, not the block's.
   TXL_DEVICE bool is_hidden(int j0) const { return kGroups > 1 && ((j0 < own.begin) | (j0 >= own.end)); }
   TXL_DEVICE bool is_masked(int j0) const { return (j0 < own.all_lo) | (j0 >= own.all_hi); }
   TXL_DEVICE int end_of_near(int j0) const {
@@ -48,11 +55,11 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
     return smaller(end, own.all_hi);
   }
 
-  // Eight queries that a warp's registers hold side by side are eight apart, so that eight columns of the
-  // band lie side by side in all of them.
+  // Of rows 0 to 7 the order is that in which half a warp's four rows of the band, moved, begin in banks of
+  // their own as they do where they are written (tests/test_cuda_static.py).
   static TXL_DEVICE int query_of_row(int row) {
-    const uint32_t n = static_cast<uint32_t>(row), g = n % 8;
-    return static_cast<int>(n / 64 * 64 + (2 * g % 8 + g / 4) * 8 + n / 16 % 4 * 2 + n / 8 % 2);
+    const uint32_t n = static_cast<uint32_t>(row), eights = (2 * n % 8 + n % 8 / 4) * 8;
+    return static_cast<int>(n / 64 * 64 + eights + n / 16 % 4 * 2 + n / 8 % 2);
   }
 
   TXL_DEVICE void begin_copies() const {
@@ -92,70 +99,63 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
     // The warpgroup's columns begin with this chunk of the block's.
     const int first = kGroups - 1 - group;
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
-    const uint32_t band = this->band_of_lane();
     float columns[kKeyTiles][4];
     sync_warp();  // what the tile before has left here was read
-    if (!((j0 > own.begin) & !this->is_far(j0 - BN))) {
-      with_q_v([&](auto& q_v) {
-        start<false>(columns, q_v, r(0));
-        warpgroup_wait<0>();
-        settle(columns), settle(q_v);
-      });
-      write_columns(band, columns, j0);
+    if ((j0 == own.begin) | this->is_far(j0 - BN)) {
+      start<false>(columns, held[1], r(0));
+      finish(columns, held[1]);
+      write_columns(columns, j0);
     }
-    with_q_v([&](auto& q_v) {
-      start<false>(columns, q_v, r(1));
-      start<false>(score, held[0], this->k_tile(j0));
-      warpgroup_wait<1>();  // the scores are computed while the columns are written
-      settle(columns), settle(q_v);
-    });
-    write_columns(band, columns, j0 + BN);
-    finish(score);
+    start<false>(columns, held[1], r(1));
+    start<false>(score, held[0], this->k_tile(j0));
+    warpgroup_wait<1>();  // the scores are computed while the columns are written
+    settle(columns), settle(held[1]);
+    write_columns(columns, j0 + BN);
+    finish(score, held[0]);
     sync_warp();
-    // Both queries of the lane begin at the same place, even.
-    const int l = opaque(lane()),
-              begin = (j0 + 62 - query_of_row(opaque(warp()) % 4 * 16 + l / 4) + l % 4 * 2) & (2 * BN - 1);
-    const uint32_t at = band - static_cast<uint32_t>(l % 4 * 2) * 4 + static_cast<uint32_t>(begin) * 4;
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n) {
-      const uint32_t from = (begin < 2 * BN - 8 * n ? at : at - 2 * BN * 4) + 32 * n;
-      for (int y = 0; y < 2; ++y) {
-        const auto x = load_shared<float2>(from + static_cast<uint32_t>(8 * y * Base::kBandPitch * 4));
-        score[n][2 * y] += x.x, score[n][2 * y + 1] += x.y;
-      }
-    }
+    add_columns(score, j0);
   }
 
   TXL_DEVICE void add_keys(float (&score)[kKeyTiles][4], int j0) {
     start<true>(score, held[0], this->k_tile(j0));
-    finish(score);
+    finish(score, held[0]);
   }
 
-  template <bool kMasked, typename F>
-  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0,
-                             F sees) {
+  template <bool kMasked, typename F, typename G>
+  TXL_DEVICE void add_values(float (&acc)[kHeadTiles][4], const float (&weight)[kKeyTiles][4], int j0, F sees,
+                             G make) {
     if constexpr (kMasked) {  // values that may have to be changed must come to registers
-      Base::template add_values<true>(acc, weight, j0, sees);
+      Base::template add_values<true>(acc, weight, j0, sees, make);
       fence_async_proxy();  // the copy engine may write where they were
     } else {
+      // Of long rows half of the weights are made while the others are multiplied.
+      constexpr int kTogether = kKeyTiles / (kHead <= 64 ? 2 : 4);
       Fragment a[kKeyTiles / 2];
+      settle(acc);
       TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles / 2; ++n) a[n] = Square<E>::of(weight[2 * n], weight[2 * n + 1]).part[0];
-      settle(acc), settle(a);
-      warpgroup_begin();
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kKeyTiles / 2; ++n)
-        warpgroup_mma<E, true, true>(acc, a[n].r, this->v_tile(j0).rows(16 * n));
-      warpgroup_commit();
-      warpgroup_wait<0>();
-      settle(acc), settle(a);
+      for (int first = 0; first < kKeyTiles / 2; first += kTogether) {
+        TXL_UNROLL_GPU
+        for (int n = first; n < first + kTogether; ++n) {
+          make(2 * n), make(2 * n + 1);
+          a[n] = Square<E>::of(weight[2 * n], weight[2 * n + 1]).part[0];
+          settle(a[n]);
+        }
+        warpgroup_begin();
+        TXL_UNROLL_GPU
+        for (int n = first; n < first + kTogether; ++n)
+          warpgroup_mma<E, true, true>(acc, a[n].r, this->v_tile(j0).rows(16 * n));
+        warpgroup_commit();
+      }
+      finish(acc, a);
     }
   }
 
  private:
   const BoxedForward& boxed;
-  int group;
-  KeyTiles own;
+  int group;                   // the warp's
+  KeyTiles own;                // of its queries
+  uint32_t band;               // where the lane's part of the first eight columns is
+  int first_column;            // of those that its queries see, two at once, for key 0
   bool by_engine, by_threads;  // who copies the tile that is under way; some tiles both
   uint32_t parity = 0;         // of the mbarrier's phase that ends when the engine has
 
@@ -168,29 +168,34 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
                mbarrier());
   }
 
-  // BN columns of the band, those from key j0 on of the warpgroup's last query, to where the band's columns
-  // lie modulo 2 BN: the first query's one to the left, which is where the second one's have their next.
-  static TXL_DEVICE void write_columns(uint32_t band, const float (&columns)[kKeyTiles][4], int j0) {
+  // BN columns of the band: as key j0's are the first of a tile's for the warpgroup's last query.
+  TXL_DEVICE void write_columns(const float (&columns)[kKeyTiles][4], int j0) const {
     const uint32_t half = static_cast<uint32_t>(j0) / BN % 2, to = band + half * BN * 4;
-    const bool wraps = half == 0 && opaque(lane()) % 4 == 0;
+    // The first row's, one place to the left, go one by one; the upper half of a warp begins with the other
+    // one of two, or both halves would meet the same half of the banks.
+    const int l = opaque(lane());
+    const bool upper = l >= 16, wraps = half == 0 && l % 4 == 0;
+    const uint32_t one = upper ? to : to - 4, other = upper ? to - 4 : to, end = to + (2 * BN - 1) * 4;
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n) {
-      store_shared(n == 0 && wraps ? to + (2 * BN - 1) * 4 : to + 32 * n - 4, columns[n][0]);
-      store_shared(to + 32 * n, columns[n][1]);
-      store_shared(to + 8 * Base::kBandPitch * 4 + 32 * n, float2{columns[n][2], columns[n][3]});
+      const float (&x)[4] = columns[n];
+      store_shared(n == 0 && wraps && !upper ? end : one + 32 * n, upper ? x[1] : x[0]);
+      store_shared(n == 0 && wraps && upper ? end : other + 32 * n, upper ? x[0] : x[1]);
+      store_shared(to + 8 * Base::kBandPitch * 4 + 32 * n, float2{x[2], x[3]});
     }
   }
 
-  // f(q + v), which registers hold or shared memory.
-  template <typename F>
-  TXL_DEVICE void with_q_v(F f) {
-    if constexpr (Base::kHeldOperands > 1) {
-      f(held[1]);
-    } else {
-      Fragment q_v[kSteps];
-      TXL_UNROLL_GPU
-      for (int d = 0; d < kSteps; ++d) q_v[d] = this->load_query(1, d);
-      f(q_v);
+  // score += what the lane's queries see of the band.
+  TXL_DEVICE void add_columns(float (&score)[kKeyTiles][4], int j0) const {
+    const int column = (j0 + first_column) & (2 * BN - 1);
+    const uint32_t from = band + static_cast<uint32_t>(column - opaque(lane()) % 4 * 2) * 4;
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const uint32_t at = (column + 8 * n < 2 * BN ? from : from - 2 * BN * 4) + 32 * n;
+      for (int y = 0; y < 2; ++y) {
+        const auto x = load_shared<float2>(at + static_cast<uint32_t>(8 * y * Base::kBandPitch * 4));
+        score[n][2 * y] += x.x, score[n][2 * y + 1] += x.y;
+      }
     }
   }
 
@@ -206,10 +211,10 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
     warpgroup_commit();
   }
 
-  // A product with q + u.
-  TXL_DEVICE void finish(float (&acc)[kKeyTiles][4]) {
+  template <int kTiles, int kFragments>
+  static TXL_DEVICE void finish(float (&acc)[kTiles][4], Fragment (&a)[kFragments]) {
     warpgroup_wait<0>();
-    settle(acc), settle(held[0]);
+    settle(acc), settle(a);
   }
 
   // Before tensor cores take registers over, and after they have given them back, of which the compiler knows
@@ -223,8 +228,10 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, 4 * kWarpgroups, 2, 2, true> {
   template <int kFragments>
   static TXL_DEVICE void settle(Fragment (&a)[kFragments]) {
     TXL_UNROLL_GPU
-    for (int n = 0; n < kFragments; ++n)
-      for (uint32_t& x : a[n].r) x = opaque(x);
+    for (int n = 0; n < kFragments; ++n) settle(a[n]);
+  }
+  static TXL_DEVICE void settle(Fragment& a) {
+    for (uint32_t& x : a.r) x = opaque(x);
   }
 };
 

@@ -6,7 +6,7 @@
 namespace txl::cuda {
 
 template <typename E, int kHead>
-int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, int warpgroups, void* stream) {
+int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
   const Problem& p = params.p;
   ForwardParams<BoxedForward> x{p,
                                 {params.t, {}, {}, {}, false},
@@ -14,7 +14,8 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, in
                                 params.scale,
                                 params.splits,
                                 params.split_keys,
-                                params.parts};
+                                params.parts,
+                                params.heads_together};
   const auto sizes = [&](const View& view, int64_t batch, int64_t rows) -> BoxedSizes {
     constexpr int64_t kBytes = sizeof(E);
     return {{batch, p.H, rows, p.D}, {view.batch * kBytes, view.head * kBytes, view.row * kBytes}};
@@ -28,10 +29,7 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, in
     if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
     if (error) return error;
   }
-  if constexpr (kHead <= 64) {
-    if (warpgroups == 1) return launch_block<WarpgroupBlock<E, kHead, 1>>(x, stream);
-  }
-  return launch_block<WarpgroupBlock<E, kHead, (kHead <= 64 ? 3 : 2)>>(x, stream);
+  return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
