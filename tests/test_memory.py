@@ -127,10 +127,9 @@ def test_allocations_are_seen():
 )
 def test_gpu_backends_allocate_nothing_of_the_size_of_scores(backend, dropout_p, monkeypatch):
     """Where they run on the CPU. A GPU's memory is measured in test_triton_gpu.py."""
-    sizes = dict(LONG)
-    if backend.name == "cuda":  # 64 rows of the gradient of scores, instead of as many as 1 GiB holds
-        monkeypatch.setattr(gpu, "SLOPE_BYTES", 0)
-        sizes.update(L=1300, K=1500)
+    # 64 rows of the gradient of scores, instead of as many as 1 GiB holds
+    monkeypatch.setattr(gpu, "SLOPE_BYTES", 0)
+    sizes = dict(LONG) if backend.name == "triton" else dict(LONG, L=1300, K=1500)
     tensors = inputs(**sizes, dtype=backend.dtypes[0])
     options = dict(key_range=key_range((7, sizes["K"] - 3)), dropout_p=dropout_p, dropout_seed=1)
     taken = allocations(lambda: run(backend, tensors, randn_like(tensors["q"]), **options))

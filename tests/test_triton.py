@@ -10,6 +10,7 @@ Without that variable this file runs itself that way, in a process of its own.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from helpers import (
     BACKENDS,
     INTERPRET,
     ROOT,
+    assert_accurate,
     assert_same_bits,
     check,
     distances,
@@ -29,8 +31,10 @@ from helpers import (
     f32,
     inputs,
     key_range,
+    plain,
     randn_like,
     run,
+    truth,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +48,9 @@ tl = pytest.importorskip("triton.language")
 
 from txl_kernels import triton as backend  # noqa: E402
 from txl_kernels.triton import configs, tiles  # noqa: E402
+from txl_kernels.triton._chunks import Chunks  # noqa: E402
 from txl_kernels.triton.configs import Tile  # noqa: E402
-from txl_kernels.triton.tiles import Problem  # noqa: E402
+from txl_kernels.triton.tiles import Chunk, Problem  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
 compiled = pytest.mark.skipif(INTERPRET, reason="needs TRITON_INTERPRET unset")
@@ -85,11 +90,9 @@ if INTERPRET:
         tl.store(skewed + y * BN + x, tile)
 
     @triton.jit
-    def _kept_kernel(
-        out, seed, p, b, h, i0, j0, step, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr
-    ):
+    def _kept_kernel(out, seed, p, b, h, i0, j0, BM: tl.constexpr, BN: tl.constexpr):
         y, x = tl.arange(0, BM), tl.arange(0, BN)
-        keep = tiles.kept(p, tl.load(seed), b, h, i0 + y, j0 + step * y, BN, ALIGNED)
+        keep = tiles.kept(p, tl.load(seed), b, h, i0 + y, j0, BN)
         tl.store(out + y[:, None] * BN + x[None, :], keep.to(tl.int8))
 
     @triton.jit
@@ -129,15 +132,13 @@ def test_skew_reads_every_row_from_its_own_column_on(BM, BN, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("BN", [16, 32, 64, 128])
-@pytest.mark.parametrize("j0, step", [(0, 0), (128, 0), (64, 1), (37, 1), (63, 1)])
-def test_dropout_drops_what_the_reference_drops(BN, j0, step):
+@pytest.mark.parametrize("BN, j0", [(16, 0), (16, 48), (32, 96), (64, 64), (128, 0), (128, 64)])
+def test_dropout_drops_what_the_reference_drops(BN, j0):
     seed, BM, i0, b, h = torch.tensor([-987654321987]), 16, 5, 3, 2
     out = torch.empty(BM, BN, dtype=torch.int8)
-    _kept_kernel[(1,)](out, seed, problem(p=0.7), b, h, i0, j0, step, BM=BM, BN=BN, ALIGNED=step == 0)
+    _kept_kernel[(1,)](out, seed, problem(p=0.7), b, h, i0, j0, BM=BM, BN=BN)
     mask = philox.keep_mask(seed, 0.7, b + 1, h + 1, i0 + BM, 400, "cpu")[b, h, i0:]
-    columns = j0 + step * torch.arange(BM)[:, None] + torch.arange(BN)
-    assert torch.equal(out.bool(), mask.gather(1, columns))
+    assert torch.equal(out.bool(), mask[:, j0 : j0 + BN])
 
 
 @st.composite
@@ -310,6 +311,62 @@ def test_into_how_many_splits_keys_are_shared_out(monkeypatch, B, L, K, splits):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "dtype, D, processors, options",
+    [
+        (f32, 24, 1, dict()),
+        (f32, 16, 64, dict(N=90, window_size=(150, 20), causal=False, r_zero=60)),
+        (f16, 41, 64, dict(N=40, key_range=((0, 230), (60, 61), (5, 5)), dropout_p=0.3, dropout_seed=3)),
+    ],
+    ids=["plain", "clamped", "dropped"],
+)
+def test_the_gradient_of_scores_in_parts(monkeypatch, dtype, D, processors, options):
+    monkeypatch.setattr(gpu, "processors", lambda device: processors)  # of many, dr shares out the batch
+    options = dict(options)
+    if "key_range" in options:
+        options["key_range"] = key_range(*options["key_range"])
+    tensors = inputs(B=3, H=2, L=150, K=230, D=D, N=options.pop("N", None), dtype=dtype)
+    dout = randn_like(tensors["q"])
+    whole, *exact = (of(tensors, dout, **options) for of in (functools.partial(run, TRITON), truth, plain))
+    launches, launch = [], backend._launch
+    monkeypatch.setattr(
+        backend, "_launch", lambda name, *a, **c: launches.append(name) or launch(name, *a, **c)
+    )
+    # Rows of dS, of which a head has 192 here, and how many chunks they make of three entries by two heads.
+    for rows, chunks in [(6 * 192, 1), (4 * 192, 2), (2 * 192, 4), (128, 12), (0, 18)]:
+        monkeypatch.setattr(gpu, "SLOPE_BYTES", rows * 256 * dtype.itemsize)
+        parts = run(TRITON, tensors, dout, **options)
+        assert [launches.count(name) for name in ("dk_dv", "dq", "dr")] == [chunks] * 3
+        launches.clear()
+        # dk and dv go on where the chunk before has left them, and dq has one chunk. dr begins anew.
+        assert_same_bits(*({n: of[n] for n in ("dq", "dk", "dv")} for of in (whole, parts)))
+        assert_accurate(parts, *exact, dtype)
+
+
+def pieces(p: Problem, itemsize: int, budget: int) -> list[Chunk]:
+    return list(Chunks.of(p, itemsize, budget).each(p))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 500), st.integers(0, 500)),
+    itemsize=st.sampled_from([2, 4]),
+    budget=st.integers(0, 2**22),
+)
+def test_chunks_have_everything_once_and_no_more_than_the_bound(sizes, itemsize, budget):
+    B, H, L, M = sizes
+    p = problem(L, L + M)._replace(B=B, H=H)
+    found, columns = torch.zeros(B, H, L), -(-p.K // 64) * 64
+    for b, batches, h, heads, i, end in pieces(p, itemsize, budget):
+        found[b : b + batches, h : h + heads, i:end] += 1
+        assert i % 64 == 0 and (batches == B or heads == 1) and (end - i == L or batches * heads == 1)
+        elements = batches * heads * -(-(end - i) // 64) * 64 * columns
+        assert elements <= Chunks.of(p, itemsize, budget).elements
+        assert elements * itemsize <= max(budget, 64 * columns * itemsize)
+    assert (found == 1).all()
+
+
+@interpreted
 def test_the_same_bits_every_time(monkeypatch):
     monkeypatch.setattr(gpu, "processors", lambda device: 8)
     tensors = inputs(B=2, H=1, L=70, K=150, D=16, N=90)
@@ -391,7 +448,9 @@ def test_there_is_a_tile_for_everything(kernel, D, itemsize, arch):
     found = configs.candidates(kernel, D, itemsize, arch)
     assert found
     for tile in found:
-        assert tile.BM <= tile.BN <= 128 and tile.num_warps * 32 * 255 <= 65536
+        assert tile.BM <= tile.BN <= configs.LARGEST and tile.num_warps * 32 * 255 <= 65536
+        if kernel in ("dq", "dk_dv", "dr"):  # no tile of dS crosses the end of a chunk
+            assert tiles.ROWS.value % tile.BM == 0 and (kernel != "dk_dv" or tiles.ROWS.value % tile.BN == 0)
 
 
 # ---- What it says where it cannot run --------------------------------------------------------------------

@@ -28,15 +28,16 @@ from txl_kernels.triton import configs
 PAGE = ROOT / "docs" / "triton_kernels.md"
 
 
-def rows_loaded(case: Case) -> list[int]:
-    """By the tensors of D columns that a step of the near loop loads."""
+def elements_loaded(case: Case) -> list[int]:
+    """By the tensors that a step of the near loop loads, but dr's dS, whose rows begin anywhere."""
     BM, BN = case.tile.BM, case.tile.BN
+    BD = configs.block_of_head(case.D)
     return {
-        "forward": [BN] * 3,  # k, v, r
-        "decode": [BN] * 3,
-        "dq": [BN] * 4,  # k, v, and r for the scores and for dq
-        "dk_dv": [BM] * 3 + [BN] * 2,  # q + u, q + v, dO; two tiles of r
-        "dr": [BM] * 3 + [BN] * 4,  # two of k and of v
+        "forward": [BN * BD] * 3,  # k, v, r
+        "decode": [BN * BD] * 3,
+        "dq": [BM * BN] + [BN * BD] * 2,  # dS; k, r
+        "dk_dv": [BM * BD] * 3 + [BN * BD] * 2,  # q + u, q + v, dO; two tiles of r
+        "dr": [BM * BD],  # q + v
     }[case.kernel]
 
 
@@ -44,8 +45,7 @@ def wide_loads(case: Case) -> int:
     """Loads of 16 bytes by which a thread does its part of them. A tile of which a thread has less is loaded
     by all threads, in smaller pieces."""
     threads = case.tile.num_warps * (32 if isinstance(case.arch, int) else 64)
-    sizes = [rows * configs.block_of_head(case.D) * case.dtype.itemsize for rows in rows_loaded(case)]
-    return sum(size // (16 * threads) for size in sizes)
+    return sum(n * case.dtype.itemsize // (16 * threads) for n in elements_loaded(case))
 
 
 def assert_sound(case: Case, result: Report | str) -> None:
@@ -96,7 +96,7 @@ def launches(monkeypatch):
 
     for name, kernel in backend.KERNELS.items():
         monkeypatch.setitem(backend.KERNELS, name, Recorder(kernel))
-    for name in ("merge_kernel", "add_biases_kernel"):
+    for name in ("merge_kernel", "add_biases_kernel", "delta_kernel"):
         monkeypatch.setattr(backend, name, Recorder(getattr(backend, name)))
     monkeypatch.setattr(backend, "_arch", lambda: 90)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
@@ -123,7 +123,7 @@ def test_sizes_compile_nothing_anew(launches, L, p):
         # The merge of splits is compiled for their number, up to a power of two.
         found.append({launch for launch in launches if launch[0] != "merge_kernel"})
         launches.clear()
-    assert len(found[0]) == 5
+    assert len(found[0]) == 6
     assert all(other == found[0] for other in found)
 
 

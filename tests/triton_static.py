@@ -80,7 +80,10 @@ class Case:
     @property
     def lines(self) -> tuple[str, ...]:
         """The loops over tiles, in the order of the source."""
-        return ("far", "near", "edge") if self.full and self.kernel != "dr" else ("near", "edge")
+        full = self.full and self.kernel != "dr"
+        if self.kernel == "dk_dv":  # the queries in their order
+            return ("first", "far first", "near", "far last", "edge") if full else ("first", "near", "edge")
+        return ("far", "near", "edge") if full else ("near", "edge")
 
     def __str__(self) -> str:
         BM, BN, num_warps, num_stages = self.tile
@@ -153,8 +156,8 @@ def _source(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], part: bo
             attributes.update({(n, m): aligned for m in range(4 if D % 16 == 0 else 1)})
         elif name in ("scale", "dropout_scale"):
             signature[name] = "fp32"
-        elif name in ("lse", "largest_and_total", "delta", "parts", "sums"):
-            signature[name] = "*fp32"
+        elif name in ("lse", "largest_and_total", "delta", "parts", "sums", "slopes"):
+            signature[name] = element if name == "slopes" else "*fp32"
             attributes[(n,)] = aligned
         else:
             signature[name] = "i32"

@@ -27,8 +27,10 @@ from txl_kernels.registry import (
 )
 from txl_kernels.triton import configs
 from txl_kernels.triton._backward import dk_dv_kernel, dq_kernel, dr_kernel
+from txl_kernels.triton._chunks import Chunks
+from txl_kernels.triton._chunks import cdiv as _cdiv
 from txl_kernels.triton._forward import forward_kernel, merge_kernel
-from txl_kernels.triton._operands import add_biases_kernel
+from txl_kernels.triton._operands import add_biases_kernel, delta_kernel
 from txl_kernels.triton.configs import Tile
 from txl_kernels.triton.tiles import Problem, View
 
@@ -82,11 +84,6 @@ def details() -> dict[str, str]:
         "mode": "interpreted on the CPU" if INTERPRETED else "compiled",
         "autotune": "on" if configs.autotune() else "off",
     }
-
-
-def _cdiv(x: int, y: int) -> int:
-    """Triton's own takes 5 us: kernels may call it too."""
-    return -(-x // y)
 
 
 # ---- Choosing tiles and launching --------------------------------------------------------------------------
@@ -291,82 +288,85 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     if isinstance(q, FakeTensor):
         return gradients
     p, constants = _problem(inputs, options)
-    pairs = B * H * L * K
+    of_dq = {name: constants[name] for name in ("D", "BD", "HAS_RANGE", "CLAMP")}
+    of_dr = {name: constants[name] for name in ("D", "BD", "HAS_RANGE")}
 
-    q_u, q_v = _with_biases(q, bias_u, bias_v)
-    tensors = (
-        *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
-        compact(key_range),
-        dropout_seed,
-    )
-    lse, dout_view = lse.contiguous(), _view(_rows(dout))
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    q_u, q_v = (_view(x) for x in _with_biases(q, bias_u, bias_v))
+    k_rows, v_rows, r_rows = (_view(_rows(x)) for x in (k, v, r))
+    lse, dout_rows, key_range = lse.contiguous(), _view(_rows(dout)), compact(key_range)
     delta = torch.empty_like(lse)
+    chunks = Chunks.of(p, q.dtype.itemsize, gpu.slope_bytes(q.device))
+    # Of a row of r beyond the last, dr's kernel reads dS beyond the last.
+    slopes = torch.empty(chunks.elements + configs.LARGEST, dtype=q.dtype, device=q.device)
+    sums = floats(2, K, D) if chunks.cut_queries(p) else floats(0)
     tiles = configs.candidates("dq", D, q.dtype.itemsize, _arch())
-    blocks = _cdiv(L, min(tile.BM for tile in tiles))
-    parts = torch.empty(B * H * blocks * 4 * D, dtype=torch.float32, device=q.device)
+    parts = floats(B * H * _cdiv(L, min(tile.BM for tile in tiles)) * 4 * D)
+
+    # Few rows of r: share out the batch too.
+    programs = _cdiv(N, 64) * chunks.heads
+    splits = max(1, min(2 * gpu.processors(q.device) // programs, B))
+    entries = _cdiv(B, splits)
+    splits = _cdiv(B, entries)
+    whole_dr = splits == 1 and not chunks.cut_heads(p) and not constants["CLAMP"]
+    dr_parts = dr.unsqueeze(0) if whole_dr else floats(splits, H, N, D)
 
     with gpu.current(q.device):
-        tile = _launch(
-            "dq",
-            q.dtype,
-            pairs,
-            lambda tile: (_cdiv(L, tile.BM) * B * H,),
-            *tensors,
-            _view(_rows(out)),
-            lse,
-            dout_view,
-            _view(dq),
-            delta,
-            parts,
-            *p,
-            **constants,
+        BM = configs.ELEMENTS_ADDED // constants["BD"]
+        delta_kernel[(_cdiv(L, BM) * B * H,)](
+            _view(_rows(out)), dout_rows, delta, H, L, D=D, BD=constants["BD"], BM=BM, **_FUSED
         )
+        # The first chunk is the largest: if tiles are measured, then on it, where no kernel adds to what
+        # another has left.
+        for chunk in chunks.each(p):
+            heads = chunk.batches * chunk.heads
+            pairs = heads * (chunk.end_i - chunk.first_i) * K
+            _launch(
+                "dk_dv",
+                q.dtype,
+                pairs,
+                lambda tile, heads=heads: (_cdiv(K, tile.BN) * heads,),
+                *(q_u, q_v, k_rows, v_rows, r_rows, key_range, dropout_seed),
+                *(lse, dout_rows, delta, slopes, sums, _view(dk), _view(dv)),
+                *p,
+                *chunk,
+                **constants,
+            )
+            tile = _launch(
+                "dq",
+                q.dtype,
+                pairs,
+                lambda tile, heads=heads, chunk=chunk: (_cdiv(chunk.end_i - chunk.first_i, tile.BM) * heads,),
+                *(slopes, q_v, k_rows, r_rows, key_range, _view(dq), parts),
+                *p,
+                *chunk,
+                **of_dq,
+            )
+            shares = (chunk.first_b + chunk.batches - 1) // entries - chunk.first_b // entries + 1
+            _launch(
+                "dr",
+                q.dtype,
+                pairs,
+                lambda tile, programs=chunk.heads * shares: (_cdiv(N, tile.BN) * programs,),
+                *(slopes, q_v, key_range, _view(dr_parts)),
+                *p,
+                *chunk,
+                entries,
+                **of_dr,
+            )
+
         # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 4, D].
         blocks = _cdiv(L, tile.BM)
-        sums = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2))
-
-        _launch(
-            "dk_dv",
-            q.dtype,
-            pairs,
-            lambda tile: (_cdiv(K, tile.BN) * B * H,),
-            *tensors,
-            lse,
-            dout_view,
-            delta,
-            _view(dk),
-            _view(dv),
-            *p,
-            **constants,
-        )
-
-        # Few rows of r: share out the batch too.
-        programs = _cdiv(N, 64) * H
-        splits = max(1, min(2 * gpu.processors(q.device) // programs, B))
-        entries = _cdiv(B, splits)
-        splits = _cdiv(B, entries)
-        part = dr.unsqueeze(0)
-        if splits > 1:
-            part = torch.empty(splits, H, N, D, dtype=torch.float32, device=q.device)
-        _launch(
-            "dr",
-            q.dtype,
-            pairs,
-            lambda tile: (_cdiv(N, tile.BN) * H * splits,),
-            *tensors,
-            lse,
-            dout_view,
-            delta,
-            sums,
-            _view(part),
-            *p,
-            entries,
-            **constants,
-        )
-        if splits > 1:
-            dr.copy_(part.sum(0))
-
+        ends = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2))
+        if not whole_dr:
+            dr_sum = dr_parts[0] if splits == 1 else dr_parts.sum(0)
+            if constants["CLAMP"]:
+                dr_sum[:, 0] += ends[:, 2]
+                dr_sum[:, N - 1] += ends[:, 3]
+            dr.copy_(dr_sum)
     for n, gradient in enumerate((du, dv_bias)):
         if gradient.numel() > 0:
-            gradient.copy_(sums[:, n])
+            gradient.copy_(ends[:, n])
     return gradients

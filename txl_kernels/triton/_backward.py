@@ -1,9 +1,11 @@
-"""The backward kernels: scores are rebuilt three times, each time in the order in which one kind of gradient
-is a sum that a program can keep to itself. So no atomics, and the same bits every time.
+"""The backward kernels. Scores are rebuilt once, and what they lead to, dS, is kept for as long as it takes to
+sum it up along queries, keys and rows of r: of a bounded part of the problem at a time, a chunk. Each kind of
+gradient is a sum that a program can keep to itself. So no atomics, and the same bits every time.
 
-dq_kernel      a block of queries, over keys      dq, and parts of du, dv_bias and of dr's clamped rows; delta
-dk_dv_kernel   a block of keys, over queries      dk, dv
-dr_kernel      a block of rows of r, over queries dr: there k and v are the banded ones
+for each chunk:
+  dk_dv_kernel   a block of keys, over queries        dS, dk, dv
+  dq_kernel      a block of queries, over keys        dq, and parts of du, dv_bias and of dr's clamped rows
+  dr_kernel      a block of rows of r, over queries   dr: there the keys are the banded ones
 
 With P the probabilities and keep the dropout mask over 1 - p:
 
@@ -19,11 +21,13 @@ import triton.language as tl
 
 from txl_kernels.triton.tiles import (
     LOG2_E,
+    Chunk,
     Problem,
     accumulate,
     at,
     band,
     finite,
+    floor_to,
     kept,
     key_at,
     key_tiles,
@@ -37,11 +41,16 @@ from txl_kernels.triton.tiles import (
     query_tiles,
     sees,
     skew,
+    slopes_of,
     store_rows,
     tile_of,
+    tile_of_slopes,
     times_row,
     to_base_2,
+    within,
 )
+
+_NUMBERS = [*Problem._fields, *Chunk._fields]
 
 
 @triton.jit
@@ -59,8 +68,7 @@ def _load_delta(delta, p, b, h, i):
 
 @triton.jit
 def _gradient(
-    score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j,
-    BN: tl.constexpr, ALIGNED: tl.constexpr,
+    score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j, BN: tl.constexpr,
     EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """P * keep and dS of a tile from its score, not yet scaled, and dO v^T. j: the key of column 0."""
@@ -72,7 +80,7 @@ def _gradient(
         weight = tl.where(seen, weight, 0.0)
     kept_weight = weight
     if DROPOUT:
-        keep = kept(p, seed, b, h, i, j, BN, ALIGNED)
+        keep = kept(p, seed, b, h, i, j, BN)
         kept_weight = tl.where(keep, weight * p.dropout_scale, 0.0)
         dout_v = tl.where(keep, dout_v * p.dropout_scale, 0.0)
     gradient = weight * (dout_v - delta_i[:, None])
@@ -81,163 +89,15 @@ def _gradient(
     return kept_weight, gradient
 
 
-@triton.jit(do_not_specialize=Problem._fields)
-def dq_kernel(
-    q_u, q_v, k, v, r, key_range, seed, out, lse, dout, dq, delta, parts,
-    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr,
-    CLAMP: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """dq and delta of BM queries.
-
-    parts [B, H, blocks of queries, 4, D], float32: sums over the block of the content part of dq, of its
-    position part, and of what its clamped pairs add to the first and to the last row of dr.
-    """
-    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
-    program = tl.program_id(0)
-    blocks = tl.cdiv(p.L, BM)
-    block = blocks - 1 - program % blocks
-    i0 = block * BM
-    h = program // blocks % p.H
-    b = program // blocks // p.H
-
-    y = tl.arange(0, BM)
-    x = tl.arange(0, BN)
-    i = i0 + y
-    exist = i < p.L
-    first = BM - 1 - y
-
-    k_rows = at(k, b, h)
-    v_rows = at(v, b, h)
-    r_rows = at(r, b, h)
-    q_u_tile = load_rows(at(q_u, b, h), q_u.row, i0, y, exist, D, BD, False)
-    q_v_tile = load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, False)
-    dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, False)
-    out_tile = load_rows(at(out, b, h), out.row, i0, y, exist, D, BD, False)
-    delta_i = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    tl.store(delta + (b.to(tl.int64) * p.H + h) * p.L + i, delta_i, mask=exist)
-    lse_i = _load_lse(lse, p, b, h, i)
-    if DROPOUT:
-        seed = tl.load(seed)
-
-    lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
-    lo_i, hi_i = keys_of_query(p, lo, hi, i)
-    begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
-
-    content = tl.zeros([BM, BD], tl.float32)
-    place = tl.zeros([BM, BD], tl.float32)
-
-    if CLAMP:
-        # Sums of dS over the pairs that use the first row of r because they are clamped, and the last.
-        clamped_first = tl.zeros([BM], tl.float32)
-        clamped_last = tl.zeros([BM], tl.float32)
-        r_first = load_row(r_rows, r.row, 0, D, BD)
-        r_last = load_row(r_rows, r.row, p.N - 1, D, BD)
-        q_first = times_row(q_v_tile, r_first)
-        q_last = times_row(q_v_tile, r_last)
-        tiles = (far_1 - far_0) // BN
-        for t in range(0, tiles + (far_3 - far_2) // BN):
-            j0 = tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN)
-            k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
-            v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
-            score = product(q_u_tile, k_tile) + tl.where(t < tiles, q_first, q_last)[:, None]
-            dout_v = product(dout_tile, v_tile)
-            _, ds = _gradient(
-                score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, j0,
-                BN, True, False, NEGATIVE, DROPOUT,
-            )  # fmt: skip
-            content = accumulate(ds.to(q_u_tile.dtype), k_tile, content)
-            clamped = tl.sum(ds, 1)
-            clamped_first += tl.where(t < tiles, clamped, 0.0)
-            clamped_last += tl.where(t < tiles, 0.0, clamped)
-
-    c = band(p, i0 + BM - 1, near_0)
-    tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
-    # What the key tile before adds to the band tile that this one begins with.
-    carry = tl.zeros([BM, BN], q_v_tile.dtype)
-    for j0 in range(near_0, near_1, BN):
-        # Each tile is loaded just before it is needed: fewer are there at a time.
-        c = band(p, i0 + BM - 1, j0)
-        tile_1 = product(q_v_tile, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
-        k_tile = load_rows(k_rows, k.row, j0, x, None, D, BD, True)
-        score = product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)
-        tile_0 = tile_1
-        v_tile = load_rows(v_rows, v.row, j0, x, None, D, BD, True)
-        dout_v = product(dout_tile, v_tile)
-        _, ds = _gradient(
-            score, dout_v, None, lse_i, delta_i, p, seed, b, h, i, j0,
-            BN, True, False, NEGATIVE, DROPOUT,
-        )  # fmt: skip
-        ds = ds.to(q_u_tile.dtype)
-        content = accumulate(ds, k_tile, content)
-        banded = skew(carry, ds, BN - first, BN)
-        carry = ds
-        # The first tile of the band may have rows of r that are not seen; later ones go to the tensor cores
-        # as they are, not by way of registers. Within a branch no load runs ahead: at D = 64 two stages then
-        # leave room for two blocks.
-        if j0 == near_0:
-            place = accumulate(banded, finite(load_r(p, r_rows, r.row, c, D, BD, BN)), place)
-        else:
-            place = accumulate(banded, load_r(p, r_rows, r.row, c, D, BD, BN), place)
-    c = band(p, i0 + BM - 1, near_1)
-    r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-    place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
-
-    edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
-    edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
-    for t in tl.range(0, edges, num_stages=1):
-        j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
-        j = j0 + x
-        seen = sees(lo_i, hi_i, j[None, :])
-        c = band(p, i0 + BM - 1, j0)
-        tile_0 = product(q_v_tile, load_r(p, r_rows, r.row, c, D, BD, BN))
-        tile_1 = product(q_v_tile, load_r(p, r_rows, r.row, c + BN, D, BD, BN))
-        k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
-        score = product(q_u_tile, k_tile) + skew(tile_0, tile_1, first, BN)
-        v_tile = load_rows(v_rows, v.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
-        dout_v = product(dout_tile, v_tile)
-        _, ds = _gradient(
-            score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0,
-            BN, True, True, NEGATIVE, DROPOUT,
-        )  # fmt: skip
-        content = accumulate(ds.to(q_u_tile.dtype), finite(k_tile), content)
-        if CLAMP:
-            c_pair = band(p, i[:, None], j[None, :])
-            clamped_first += tl.sum(tl.where(c_pair < 0, ds, 0.0), 1)
-            clamped_last += tl.sum(tl.where(c_pair > p.N - 1, ds, 0.0), 1)
-            ds = tl.where((c_pair >= 0) & (c_pair < p.N), ds, 0.0)
-        ds = ds.to(q_v_tile.dtype)
-        none = tl.zeros_like(ds)
-        r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-        place = accumulate(skew(none, ds, BN - first, BN), finite(r_tile), place)
-        r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
-        place = accumulate(skew(ds, none, BN - first, BN), finite(r_tile), place)
-
-    # Queries beyond the last saw what there was: not even a NaN of theirs may reach the sums.
-    content = tl.where(exist[:, None], content, 0.0)
-    d = tl.arange(0, BD)
-    part = parts + ((b.to(tl.int64) * p.H + h) * blocks + block) * 4 * D + d
-    if CLAMP:
-        place += clamped_first[:, None] * finite(r_first)[None, :]
-        place += clamped_last[:, None] * finite(r_last)[None, :]
-        first_part = tl.where(exist, clamped_first, 0.0)[:, None] * finite(q_v_tile).to(tl.float32)
-        last_part = tl.where(exist, clamped_last, 0.0)[:, None] * finite(q_v_tile).to(tl.float32)
-        tl.store(part + 2 * D, tl.sum(first_part, 0) * p.scale, mask=d < D)
-        tl.store(part + 3 * D, tl.sum(last_part, 0) * p.scale, mask=d < D)
-    place = tl.where(exist[:, None], place, 0.0)
-    tl.store(part, tl.sum(content, 0) * p.scale, mask=d < D)
-    tl.store(part + D, tl.sum(place, 0) * p.scale, mask=d < D)
-    store_rows(at(dq, b, h), dq.row, i0, y, exist, (content + place) * p.scale, D, BD)
-
-
 @triton.jit
-def _add_queries(
+def _add_tile(
     dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
-    q_u, q_v, r, seed, lse, dout, delta, b, h, p,
+    q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p,
     MODE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What the queries from i0 on add to dk and dv of the keys from j0 on. r_end [BD]: r for far pairs."""
+    """What the queries from i0 on add to dk and dv of the keys from j0 on; writes dS of them. r_end [BD]: r
+    for far pairs. rows, columns: of dS."""
     EDGE: tl.constexpr = MODE == "edge"
     y = tl.arange(0, BM)
     i = i0 + y
@@ -263,7 +123,7 @@ def _add_queries(
     dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, not EDGE)
     dout_v = product(dout_tile, v_tile)
     weight, ds = _gradient(
-        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0, BN, True, EDGE, NEGATIVE, DROPOUT
+        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0, BN, EDGE, NEGATIVE, DROPOUT
     )
     if EDGE:
         # A NaN of dO reaches dv by the probabilities of the query that it belongs to, where they are seen.
@@ -273,24 +133,58 @@ def _add_queries(
         dout_tile = clean
         q_u_tile = finite(q_u_tile)
     dv_tile = accumulate(tl.trans(weight.to(dout_tile.dtype)), dout_tile, dv_tile)
-    dk_tile = accumulate(tl.trans(ds.to(q_u_tile.dtype)), q_u_tile, dk_tile)
+    ds = ds.to(q_u_tile.dtype)
+    tl.store(tile_of_slopes(rows, columns, i0, y, j0, tl.arange(0, BN), 0), ds)
+    dk_tile = accumulate(tl.trans(ds), q_u_tile, dk_tile)
     return dk_tile, dv_tile
 
 
-@triton.jit(do_not_specialize=Problem._fields)
+@triton.jit
+def _add_queries(
+    dk_tile, dv_tile, start, stop, j0, lo, hi, k_tile, v_tile, r_end,
+    q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+    MODE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The tiles from start to stop, as far as the chunk has them."""
+    start, stop = within(start, chunk), within(stop, chunk)
+    if MODE == "edge":
+        for i0 in tl.range(start, stop, BM, num_stages=1):
+            dk_tile, dv_tile = _add_tile(
+                dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
+                q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p,
+                MODE, NEGATIVE, DROPOUT, D, BD, BM, BN,
+            )  # fmt: skip
+    else:
+        # Whole tiles: the compiler needs less for addresses where it sees that a number is not negative.
+        for i0 in range(floor_to(start, BM), floor_to(stop, BM), BM):
+            dk_tile, dv_tile = _add_tile(
+                dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
+                q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p,
+                MODE, NEGATIVE, DROPOUT, D, BD, BM, BN,
+            )  # fmt: skip
+    return dk_tile, dv_tile
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def dk_dv_kernel(
-    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, dk, dv,
+    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, slopes, sums, dk, dv,
     B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
+    first_b, batches, first_h, heads, first_i, end_i,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BN keys."""
+    """dk and dv of BN keys, and dS: of every tile with a pair that is seen, 0 for its other pairs.
+
+    sums [2, K, D], float32: dk and dv of the head up to the chunk's end, if its queries go on.
+    """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
+    chunk = Chunk(first_b, batches, first_h, heads, first_i, end_i)
     program = tl.program_id(0)
     blocks = tl.cdiv(p.K, BN)
     j0 = program % blocks * BN
-    h = program // blocks % p.H
-    b = program // blocks // p.H
+    h = chunk.first_h + program // blocks % chunk.heads
+    b = chunk.first_b + program // blocks // chunk.heads
 
     x = tl.arange(0, BN)
     j = j0 + x
@@ -298,133 +192,236 @@ def dk_dv_kernel(
     exist = (j >= lo) & (j < hi)
     k_tile = load_rows(at(k, b, h), k.row, j0, x, exist, D, BD, False)
     v_tile = load_rows(at(v, b, h), v.row, j0, x, exist, D, BD, False)
+    rows, columns = slopes_of(slopes, p, chunk, b, h)
+    dk_sums = sums
+    dv_sums = sums + tl.cast(p.K, tl.int64) * D
     dk_tile = tl.zeros([BN, BD], tl.float32)
     dv_tile = tl.zeros([BN, BD], tl.float32)
+    if chunk.first_i > 0:
+        dk_tile = load_rows(dk_sums, D, j0, x, j < p.K, D, BD, False)
+        dv_tile = load_rows(dv_sums, D, j0, x, j < p.K, D, BD, False)
     if DROPOUT:
         seed = tl.load(seed)
 
     begin, all_lo, near_0, near_1, all_hi, end = query_tiles(p, lo, hi, j0, BM, BN, CLAMP)
+    # In the order of queries: sums do not depend on where chunks cut them.
+    dk_tile, dv_tile = _add_queries(
+        dk_tile, dv_tile, begin, all_lo, j0, lo, hi, k_tile, v_tile, None,
+        q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+        "edge", NEGATIVE, DROPOUT, D, BD, BM, BN,
+    )  # fmt: skip
     if CLAMP:
-        r_rows = at(r, b, h)
-        r_first = load_row(r_rows, r.row, 0, D, BD)
-        r_last = load_row(r_rows, r.row, p.N - 1, D, BD)
-        tiles = (near_0 - all_lo) // BM
-        for t in range(0, tiles + (all_hi - near_1) // BM):
-            i0 = tile_of(t, all_lo, near_0, near_1, all_hi, all_hi, all_hi, all_hi, BM)
-            r_end = tl.where(t < tiles, r_last, r_first)
-            dk_tile, dv_tile = _add_queries(
-                dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, r_end,
-                q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-                "far", NEGATIVE, DROPOUT, D, BD, BM, BN,
-            )  # fmt: skip
-    for i0 in range(near_0, near_1, BM):
+        r_end = load_row(at(r, b, h), r.row, p.N - 1, D, BD)
         dk_tile, dv_tile = _add_queries(
-            dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
-            q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-            "near", NEGATIVE, DROPOUT, D, BD, BM, BN,
+            dk_tile, dv_tile, all_lo, near_0, j0, lo, hi, k_tile, v_tile, r_end,
+            q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+            "far", NEGATIVE, DROPOUT, D, BD, BM, BN,
         )  # fmt: skip
-    for t in tl.range(0, tl.cdiv(all_lo - begin, BM) + tl.cdiv(end - all_hi, BM), num_stages=1):
-        i0 = tile_of(t, begin, all_lo, all_hi, end, end, end, end, BM)
+    dk_tile, dv_tile = _add_queries(
+        dk_tile, dv_tile, near_0, near_1, j0, lo, hi, k_tile, v_tile, None,
+        q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+        "near", NEGATIVE, DROPOUT, D, BD, BM, BN,
+    )  # fmt: skip
+    if CLAMP:
+        r_end = load_row(at(r, b, h), r.row, 0, D, BD)
         dk_tile, dv_tile = _add_queries(
-            dk_tile, dv_tile, i0, j0, lo, hi, k_tile, v_tile, None,
-            q_u, q_v, r, seed, lse, dout, delta, b, h, p,
-            "edge", NEGATIVE, DROPOUT, D, BD, BM, BN,
+            dk_tile, dv_tile, near_1, all_hi, j0, lo, hi, k_tile, v_tile, r_end,
+            q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+            "far", NEGATIVE, DROPOUT, D, BD, BM, BN,
         )  # fmt: skip
+    dk_tile, dv_tile = _add_queries(
+        dk_tile, dv_tile, all_hi, end, j0, lo, hi, k_tile, v_tile, None,
+        q_u, q_v, r, seed, lse, dout, delta, rows, columns, b, h, p, chunk,
+        "edge", NEGATIVE, DROPOUT, D, BD, BM, BN,
+    )  # fmt: skip
 
-    store_rows(at(dk, b, h), dk.row, j0, x, j < p.K, dk_tile * p.scale, D, BD)
-    store_rows(at(dv, b, h), dv.row, j0, x, j < p.K, dv_tile, D, BD)
+    if chunk.end_i < p.L:
+        store_rows(dk_sums, D, j0, x, j < p.K, dk_tile, D, BD)
+        store_rows(dv_sums, D, j0, x, j < p.K, dv_tile, D, BD)
+    else:
+        store_rows(at(dk, b, h), dk.row, j0, x, j < p.K, dk_tile * p.scale, D, BD)
+        store_rows(at(dv, b, h), dv.row, j0, x, j < p.K, dv_tile, D, BD)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def dq_kernel(
+    slopes, q_v, k, r, key_range, dq, parts,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
+    first_b, batches, first_h, heads, first_i, end_i,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq of BM queries.
+
+    parts [B, H, blocks of queries, 4, D], float32: sums over the block of the content part of dq, of its
+    position part, and of what its clamped pairs add to the first and to the last row of dr.
+    """
+    p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
+    chunk = Chunk(first_b, batches, first_h, heads, first_i, end_i)
+    # Neighbours in the grid share a head, and so its keys in L2; the blocks that see most keys go first.
+    program = tl.program_id(0)
+    blocks = tl.cdiv(chunk.end_i - chunk.first_i, BM)
+    i0 = chunk.first_i + (blocks - 1 - program % blocks) * BM
+    h = chunk.first_h + program // blocks % chunk.heads
+    b = chunk.first_b + program // blocks // chunk.heads
+
+    y = tl.arange(0, BM)
+    x = tl.arange(0, BN)
+    i = i0 + y
+    exist = i < chunk.end_i
+    first = BM - 1 - y
+
+    k_rows = at(k, b, h)
+    r_rows = at(r, b, h)
+    rows, columns = slopes_of(slopes, p, chunk, b, h)
+    tile = tile_of_slopes(rows, columns, i0, y, 0, x, 0)
+    lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
+    lo_i, hi_i = keys_of_query(p, lo, hi, i)
+    begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
+
+    content = tl.zeros([BM, BD], tl.float32)
+    place = tl.zeros([BM, BD], tl.float32)
+
+    if CLAMP:
+        # Sums of dS over the pairs that use the first row of r because they are clamped, and the last.
+        clamped_first = tl.zeros([BM], tl.float32)
+        clamped_last = tl.zeros([BM], tl.float32)
+        tiles = (far_1 - far_0) // BN
+        for t in range(0, tiles + (far_3 - far_2) // BN):
+            j0 = tl.multiple_of(tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN), BN)
+            ds = tl.load(tile + j0)
+            content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), content)
+            clamped = tl.sum(ds.to(tl.float32), 1)
+            clamped_first += tl.where(t < tiles, clamped, 0.0)
+            clamped_last += tl.where(t < tiles, 0.0, clamped)
+
+    # Near: every pair belongs to one column of the band, and a tile of that collects from two of keys. The
+    # first and the last may have rows of r that are not seen.
+    near_0 = tl.multiple_of(near_0, BN)  # if there are any
+    some = near_0 + x < near_1  # all or none
+    ds = tl.load(tile + near_0, mask=some[None, :], other=0.0)
+    k_tile = load_rows(k_rows, k.row, near_0, x, some, D, BD, False)
+    content = accumulate(ds, k_tile, content)
+    r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_0), D, BD, BN)
+    place = accumulate(skew(tl.zeros_like(ds), ds, BN - first, BN), finite(r_tile), place)
+    carry = ds
+    for j0 in range(near_0 + BN, near_1, BN):
+        ds = tl.load(tile + j0)
+        content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), content)
+        r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, j0), D, BD, BN)
+        place = accumulate(skew(carry, ds, BN - first, BN), r_tile, place)
+        carry = ds
+    r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_1), D, BD, BN)
+    place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
+
+    edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
+    edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
+    for t in tl.range(0, edges, num_stages=1):
+        j0 = tile_of(t, begin, far_0, far_1, near_0, near_1, far_2, far_3, BN)
+        j0 = tl.multiple_of(j0, BN)
+        j = j0 + x
+        seen = sees(lo_i, hi_i, j[None, :]) & exist[:, None]
+        ds = tl.load(tile + j0, mask=seen, other=0.0)
+        k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
+        content = accumulate(ds, finite(k_tile), content)
+        if CLAMP:
+            c_pair = band(p, i[:, None], j[None, :])
+            clamped_first += tl.sum(tl.where(c_pair < 0, ds, 0.0).to(tl.float32), 1)
+            clamped_last += tl.sum(tl.where(c_pair > p.N - 1, ds, 0.0).to(tl.float32), 1)
+            ds = tl.where((c_pair >= 0) & (c_pair < p.N), ds, 0.0)
+        none = tl.zeros_like(ds)
+        c = band(p, i0 + BM - 1, j0)
+        r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
+        place = accumulate(skew(none, ds, BN - first, BN), finite(r_tile), place)
+        r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
+        place = accumulate(skew(ds, none, BN - first, BN), finite(r_tile), place)
+
+    # Queries beyond the last saw what there was: not even a NaN of theirs may reach the sums.
+    content = tl.where(exist[:, None], content, 0.0)
+    d = tl.arange(0, BD)
+    part = parts + ((b.to(tl.int64) * p.H + h) * tl.cdiv(p.L, BM) + i0 // BM) * 4 * D + d
+    if CLAMP:
+        q_v_tile = finite(load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, False)).to(tl.float32)
+        place += clamped_first[:, None] * finite(load_row(r_rows, r.row, 0, D, BD))[None, :]
+        place += clamped_last[:, None] * finite(load_row(r_rows, r.row, p.N - 1, D, BD))[None, :]
+        first_part = tl.where(exist, clamped_first, 0.0)[:, None] * q_v_tile
+        last_part = tl.where(exist, clamped_last, 0.0)[:, None] * q_v_tile
+        tl.store(part + 2 * D, tl.sum(first_part, 0) * p.scale, mask=d < D)
+        tl.store(part + 3 * D, tl.sum(last_part, 0) * p.scale, mask=d < D)
+    place = tl.where(exist[:, None], place, 0.0)
+    tl.store(part, tl.sum(content, 0) * p.scale, mask=d < D)
+    tl.store(part + D, tl.sum(place, 0) * p.scale, mask=d < D)
+    store_rows(at(dq, b, h), dq.row, i0, y, exist, (content + place) * p.scale, D, BD)
 
 
 @triton.jit
 def _add_queries_by_row(
-    dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-    EDGE: tl.constexpr, NEGATIVE: tl.constexpr, DROPOUT: tl.constexpr,
+    dr_tile, i0, c0, lo, hi, q_v, rows, columns, b, h, p, EDGE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What the queries from i0 on add to dr of the rows from c0 on.
 
-    Column x of a tile is row c0 + x of r. Its key is one further for every next query: here the products with
-    k and v are the bands.
+    Column x of a tile is row c0 + x of r. Its key is one further for every next query. rows, columns: of dS.
     """
     y = tl.arange(0, BM)
     x = tl.arange(0, BN)
     i = i0 + y
     exist = i < p.L
-    q_u_tile = load_rows(at(q_u, b, h), q_u.row, i0, y, exist, D, BD, not EDGE)
-    q_v_tile = load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, not EDGE)
-    dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, not EDGE)
     j0 = key_at(p, i0, c0)
-    exist_0 = (j0 + x >= lo) & (j0 + x < hi)
-    exist_1 = (j0 + BN + x >= lo) & (j0 + BN + x < hi)
-    k_0 = load_rows(at(k, b, h), k.row, j0, x, exist_0, D, BD, False)
-    k_1 = load_rows(at(k, b, h), k.row, j0 + BN, x, exist_1, D, BD, False)
-    content_term = skew(product(q_u_tile, k_0), product(q_u_tile, k_1), y, BN)
-    score = product(q_v_tile, r_tile) + content_term
-    v_0 = load_rows(at(v, b, h), v.row, j0, x, exist_0, D, BD, False)
-    v_1 = load_rows(at(v, b, h), v.row, j0 + BN, x, exist_1, D, BD, False)
-    dout_v = skew(product(dout_tile, v_0), product(dout_tile, v_1), y, BN)
-
-    seen = None
+    pointers = tile_of_slopes(rows, columns, i0, y, j0, x, 1)
+    q_v_tile = load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, not EDGE)
     if EDGE:
         lo_i, hi_i = keys_of_query(p, lo, hi, i)
-        j = j0 + y[:, None] + x[None, :]
-        seen = sees(lo_i, hi_i, j) & exist[:, None]
-    lse_i = _load_lse(lse, p, b, h, i)
-    delta_i = _load_delta(delta, p, b, h, i)
-    _, ds = _gradient(
-        score, dout_v, seen, lse_i, delta_i, p, seed, b, h, i, j0 + y, BN, False, EDGE, NEGATIVE, DROPOUT
-    )
-    if EDGE:
+        seen = sees(lo_i, hi_i, j0 + y[:, None] + x[None, :]) & exist[:, None]
+        ds = tl.load(pointers, mask=seen, other=0.0)
         q_v_tile = finite(q_v_tile)
-    return accumulate(tl.trans(ds.to(q_v_tile.dtype)), q_v_tile, dr_tile)
+    else:
+        ds = tl.load(pointers)
+    return accumulate(tl.trans(ds), q_v_tile, dr_tile)
 
 
-@triton.jit(do_not_specialize=[*Problem._fields, "entries"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "entries"])
 def dr_kernel(
-    q_u, q_v, k, v, r, key_range, seed, lse, dout, delta, sums, dr,
-    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale, entries,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr, NEGATIVE: tl.constexpr,
-    DROPOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    slopes, q_v, key_range, part,
+    B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
+    first_b, batches, first_h, heads, first_i, end_i, entries,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dr of BN rows of r, over `entries` batch entries: those of a split, which is also dr's own batch entry.
-
-    sums [H, 4, D]: of each head the last two are what clamped pairs add to the first and to the last row.
+    """dr of BN rows of r, over the batch entries of the chunk that are among a split's `entries`: part's batch
+    entry is the split, and what the chunks before have left there is added to.
     """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
+    chunk = Chunk(first_b, batches, first_h, heads, first_i, end_i)
+    # Neighbours in the grid share a head; of a causal call the last rows are used by most queries.
     program = tl.program_id(0)
     blocks = tl.cdiv(p.N, BN)
-    c0 = program % blocks * BN
-    h = program // blocks % p.H
-    split = program // blocks // p.H
+    c0 = (blocks - 1 - program % blocks) * BN
+    h = chunk.first_h + program // blocks % chunk.heads
+    split = chunk.first_b // entries + program // blocks // chunk.heads
 
     c = c0 + tl.arange(0, BN)
-    r_tile = load_rows(at(r, split, h), r.row, c0, c - c0, c < p.N, D, BD, False)
     dr_tile = tl.zeros([BN, BD], tl.float32)
-    if DROPOUT:
-        seed = tl.load(seed)
-
-    for entry in range(0, tl.minimum(entries, p.B - split * entries)):
-        b = split * entries + entry
+    first_entry = tl.maximum(split * entries, chunk.first_b)
+    end_entry = tl.minimum((split + 1) * entries, chunk.first_b + chunk.batches)
+    for entry in range(0, end_entry - first_entry):
+        b = first_entry + entry
+        rows, columns = slopes_of(slopes, p, chunk, b, h)
         lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
         begin, all_lo, all_hi, end = queries_of_rows(p, lo, hi, c0, BM, BN)
+        begin, all_lo = within(begin, chunk), within(all_lo, chunk)
+        all_hi, end = within(all_hi, chunk), within(end, chunk)
         for i0 in range(all_lo, all_hi, BM):
             dr_tile = _add_queries_by_row(
-                dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-                False, NEGATIVE, DROPOUT, D, BD, BM, BN,
-            )  # fmt: skip
+                dr_tile, i0, c0, lo, hi, q_v, rows, columns, b, h, p, False, D, BD, BM, BN
+            )
         for t in tl.range(0, tl.cdiv(all_lo - begin, BM) + tl.cdiv(end - all_hi, BM), num_stages=1):
             i0 = tile_of(t, begin, all_lo, all_hi, end, end, end, end, BM)
             dr_tile = _add_queries_by_row(
-                dr_tile, i0, c0, lo, hi, r_tile, q_u, q_v, k, v, seed, lse, dout, delta, b, h, p,
-                True, NEGATIVE, DROPOUT, D, BD, BM, BN,
-            )  # fmt: skip
+                dr_tile, i0, c0, lo, hi, q_v, rows, columns, b, h, p, True, D, BD, BM, BN
+            )
 
     dr_tile *= p.scale
-    if CLAMP:
-        d = tl.arange(0, BD)
-        of_head = sums + h.to(tl.int64) * 4 * D + d
-        of_first = tl.where(split == 0, tl.load(of_head + 2 * D, mask=d < D, other=0.0), 0.0)
-        of_last = tl.where(split == 0, tl.load(of_head + 3 * D, mask=d < D, other=0.0), 0.0)
-        dr_tile += tl.where((c == 0)[:, None], of_first[None, :], 0.0)
-        dr_tile += tl.where((c == p.N - 1)[:, None], of_last[None, :], 0.0)
-    store_rows(at(dr, split, h), dr.row, c0, c - c0, c < p.N, dr_tile, D, BD)
+    to = at(part, split, h)
+    if (first_entry > split * entries) | (chunk.first_i > 0):
+        dr_tile += load_rows(to, part.row, c0, c - c0, c < p.N, D, BD, False)
+    store_rows(to, part.row, c0, c - c0, c < p.N, dr_tile, D, BD)

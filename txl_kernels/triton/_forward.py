@@ -52,7 +52,7 @@ def _attend(
     total = total * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
     if DROPOUT:
-        weight = tl.where(kept(p, seed, b, h, i, j0, BN, True), weight, 0.0)
+        weight = tl.where(kept(p, seed, b, h, i, j0, BN), weight, 0.0)
     if EDGE:
         clean = finite(v_tile)
         taint = v_tile - clean

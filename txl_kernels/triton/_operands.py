@@ -1,5 +1,5 @@
-"""q + u and q + v, which all kernels but decode's multiply: written once rather than added in each of them,
-because tiles that come from memory unchanged need no registers."""
+"""What is worked out once for all kernels: q + u and q + v, which all but decode's multiply, because tiles that
+come from memory unchanged need no registers; and backward's delta."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ def add_biases_kernel(
     if HAS_V:
         sum_v = add_bias(tile, bias_v, h, D, BD, True)
         store_rows(at(q_v, b, h), q_v.row, i0, y, exist, sum_v, D, BD)
+
+
+@triton.jit(do_not_specialize=["H", "L"])
+def delta_kernel(out, dout, delta, H, L, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
+    """Of BM queries: delta = sum_d dO * out."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(L, BM)
+    i0 = program % blocks * BM
+    h = program // blocks % H
+    b = program // blocks // H
+
+    y = tl.arange(0, BM)
+    exist = i0 + y < L
+    out_tile = load_rows(at(out, b, h), out.row, i0, y, exist, D, BD, False)
+    dout_tile = load_rows(at(dout, b, h), dout.row, i0, y, exist, D, BD, False)
+    sums = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + (b.to(tl.int64) * H + h) * L + i0 + y, sums, mask=exist)

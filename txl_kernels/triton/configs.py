@@ -1,16 +1,18 @@
 """Tile sizes: for each kernel a short list, the first of which is the default.
 
 Chosen by what the compiler makes of them: docs/triton_kernels.md, written by tests/triton_static.py. Up to
-D = 128 Hopper's defaults are also the fastest that were measured on an H200 (bfloat16, B 4, H 16, L 2048,
-K 4096, causal).
+D = 128 Hopper's defaults of forward and decode are also the fastest that were measured on an H200 (bfloat16,
+B 4, H 16, L 2048, K 4096, causal).
 
 * A tile of the band must fit into registers beside the scores, so tiles are smaller than flash attention's;
   and BM is at most BN: the band of BM queries by BN keys then lies in two tiles of BN columns.
+* Backward's BM divides tiles.ROWS, and so does dk_dv's BN: no tile of dS crosses the end of a chunk.
 * 64 x 64 over four warps where registers and shared memory allow it (99 KiB per block on smaller parts):
   that is what Hopper and datacenter Blackwell multiply at once.
-* Backward loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works
-  while the other waits.
-* What a loop issues per pair decides: a warp that holds more of a tile issues fewer instructions for it, even
+* dk_dv loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works while
+  the other waits. dq and dr compute little and wait for dS: they load one or two tiles ahead where registers
+  and shared memory leave room for two blocks of four warps, or for one of eight.
+* What a loop of the others issues per pair decides: a warp that holds more of a tile issues fewer instructions for it, even
   where it spills a few registers. So the defaults are those of few instructions per pair whose accesses to
   local memory are at most a quarter of the loop, and the runners-up are candidates.
 * In float32 NVIDIA's products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live
@@ -52,17 +54,18 @@ _HOPPER = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2)],
-        128: [Tile(64, 64, 4, 1), Tile(64, 64, 8, 2)],
-        256: [Tile(64, 64, 8, 1)],
+        64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)],
+        128: [Tile(64, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1)],
+        256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 3)],
     },
     "dk_dv": {
         128: [Tile(64, 64, 4, 1)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
     "dr": {
-        128: [Tile(64, 64, 4, 1)],
-        256: [Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2)],
+        128: [Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
+        256: [Tile(64, 64, 8, 2), Tile(64, 64, 8, 1)],
     },
 }
 _AMPERE = {
@@ -77,9 +80,9 @@ _AMPERE = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(32, 32, 4, 2)],
-        128: [Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)],
-        256: [Tile(64, 64, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)],
+        128: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 3)],
+        256: [Tile(32, 32, 4, 3), Tile(32, 64, 4, 2)],
     },
     "dk_dv": {
         64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
@@ -87,9 +90,9 @@ _AMPERE = {
         256: [Tile(32, 32, 8, 1)],
     },
     "dr": {
-        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
-        256: [Tile(32, 64, 4, 1), Tile(32, 32, 8, 1)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 3)],
+        128: [Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 3)],
+        256: [Tile(64, 64, 8, 2)],
     },
 }
 # 64 KiB of shared memory, wavefronts of 64: four of them have the registers for 64 x 64.
@@ -101,9 +104,9 @@ _AMD = {
     },
     "decode": {64: [Tile(16, 64, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 32, 4, 1)]},
     "dq": {
-        64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
-        256: [Tile(32, 32, 4, 1)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)],
+        256: [Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)],
     },
     "dk_dv": {
         64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
@@ -111,22 +114,24 @@ _AMD = {
         256: [Tile(32, 32, 4, 1)],
     },
     "dr": {
-        64: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
-        128: [Tile(64, 64, 4, 1), Tile(32, 32, 4, 2)],
-        256: [Tile(32, 32, 4, 1)],
+        128: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)],
+        256: [Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)],
     },
 }
 _FLOAT32 = {
     "forward": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
     "decode": {64: [Tile(16, 32, 4, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
-    "dq": {64: [Tile(32, 32, 8, 1)], 128: [Tile(16, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dq": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 32, 8, 1)]},
     "dk_dv": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
-    "dr": {128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
+    "dr": {256: [Tile(32, 32, 8, 1)]},
 }
 # AMD's tensor cores do multiply in float32.
 _AMD_FLOAT32 = {kernel: {256: [Tile(32, 32, 4, 1)]} for kernel in KERNELS}
 _AMD_FLOAT32["decode"] = {64: [Tile(16, 32, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 
+
+# Rows or columns of a tile.
+LARGEST = 128
 
 # Of a tile of q to which both biases are added: four loads of 16 bytes for each of 128 threads.
 ELEMENTS_ADDED = 4096

@@ -47,6 +47,21 @@ class Problem(NamedTuple):
     dropout_scale: Any  # 1 / (1 - p)
 
 
+# dS of a chunk lies in memory in rows of queries, filled up to multiples of this, and so are their columns.
+ROWS = tl.constexpr(64)
+
+
+class Chunk(NamedTuple):
+    """The part of the problem whose dS exists at a time (_chunks.py). Arguments of their own, as Problem's."""
+
+    first_b: Any
+    batches: Any
+    first_h: Any
+    heads: Any
+    first_i: Any  # of the queries, a multiple of ROWS
+    end_i: Any
+
+
 @triton.jit
 def at(view, b, h):
     """Where the rows of batch entry b and head h begin. 64 bits."""
@@ -203,6 +218,12 @@ def queries_of_rows(p, lo, hi, c0, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def within(i, chunk):
+    """Where tiles of queries begin or end, as far as the chunk has them."""
+    return tl.minimum(tl.maximum(i, chunk.first_i), chunk.end_i)
+
+
+@triton.jit
 def tile_of(t, lo_0, hi_0, lo_1, hi_1, lo_2, hi_2, lo_3, BN: tl.constexpr):
     """Where the t-th of the tiles from lo_0 to hi_0, then lo_1 to hi_1, ... begins."""
     n_0 = tl.cdiv(hi_0 - lo_0, BN)
@@ -249,22 +270,44 @@ def skew(tile_0, tile_1, first, BN: tl.constexpr):
     return tl.reshape(out, [BM, BN])
 
 
+# ---- dS in memory ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def slopes_of(slopes, p, chunk, b, h):
+    """Where dS of a head's query 0 would begin, and how far its queries lie apart. 64 bits."""
+    columns = (ceil_to(p.K, ROWS)).to(tl.int64)
+    rows = ceil_to(chunk.end_i - chunk.first_i, ROWS)
+    head = (b - chunk.first_b) * chunk.heads + (h - chunk.first_h)
+    return slopes + (head.to(tl.int64) * rows - chunk.first_i) * columns, columns
+
+
+@triton.jit
+def tile_of_slopes(rows, columns, i0, y, j0, x, STEP: tl.constexpr):
+    """Pointers to dS of queries i0 + y and keys j0 + x or, of STEP 1, j0 + y + x: a tile of the band's."""
+    return (
+        rows
+        + (tl.cast(i0, tl.int64) * columns + j0)
+        + (y.to(tl.int64) * (columns + STEP))[:, None]
+        + x[None, :]
+    )
+
+
 # ---- Dropout -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def kept(p, seed, b, h, i, j, BN: tl.constexpr, ALIGNED: tl.constexpr):
-    """Whether dropout keeps query i[y] and key j + x: [BM, BN], j for all queries or one for each.
-    csrc/philox.h defines the mask.
+def kept(p, seed, b, h, i, j, BN: tl.constexpr):
+    """Whether dropout keeps query i[y] and key j + x: [BM, BN]. csrc/philox.h defines the mask.
 
-    64 neighbouring keys share 16 calls of Philox; each call's four words serve four of them. ALIGNED: j is a
-    multiple of 64 or, if BN divides 64, of BN.
+    64 neighbouring keys share 16 calls of Philox; each call's four words serve four of them. j: a multiple of
+    64 or, if BN divides 64, of BN.
     """
     # The calls that a query needs: groups of 64 keys from that of its first key on.
-    GROUPS: tl.constexpr = (BN + 63) // 64 if ALIGNED else 2 * ((BN + 63) // 64)
-    j = j + tl.zeros_like(i)
+    GROUPS: tl.constexpr = (BN + 63) // 64
     group = j >> 6
-    call = (group * 16)[:, None] + tl.arange(0, 16 * GROUPS)[None, :]
+    queries = tl.zeros_like(i)[:, None]
+    call = queries + (group * 16 + tl.arange(0, 16 * GROUPS))[None, :]
     blank = tl.zeros_like(call)
     word_0, word_1, word_2, word_3 = tl.philox(seed, call, blank + i[:, None], blank + h, blank + b)
     threshold = p.dropout_threshold.to(tl.uint32)
@@ -272,8 +315,8 @@ def kept(p, seed, b, h, i, j, BN: tl.constexpr, ALIGNED: tl.constexpr):
     bits |= (word_1 >= threshold).to(tl.int32) << 1
     bits |= (word_2 >= threshold).to(tl.int32) << 2
     bits |= (word_3 >= threshold).to(tl.int32) << 3
-    key = j[:, None] + tl.arange(0, BN)[None, :]
-    of_key = tl.gather(bits, ((key >> 6) - group[:, None]) * 16 + (key & 15), 1)
+    key = queries + (j + tl.arange(0, BN))[None, :]
+    of_key = tl.gather(bits, ((key >> 6) - group) * 16 + (key & 15), 1)
     return ((of_key >> ((key >> 4) & 3)) & 1) != 0
 
 
