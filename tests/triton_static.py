@@ -408,10 +408,10 @@ range. The first row of a kernel is its default; autotuning measures the others 
   **per pair**: those of all warps over the score pairs of the tile, the figure the lists are chosen by.
   On Hopper the tensor cores work on forward's three products for as long as it takes to issue 0.36
   instructions per pair at D = 64, 0.72 at D = 128.
-  dq's loop holds a branch, some 100 instructions (D = 64), that only its first tile takes.
 * **tensor**: tensor-core instructions of that loop. **shuffles**. **smem**: its loads and stores of
   shared memory. **16 bytes**: its loads of 16 bytes, of all its loads from global memory; the others are
-  numbers per query, and at D = 41 all.
+  numbers per query, dr's of the gradient of scores, whose rows begin anywhere, and at D = 41 all but dq's of
+  that.
 * **local**: its loads and stores of spilled registers / those of the edge loop.
 
 The edge loop has masks, clamped rows and NaN to see to; a few tiles per block of queries or keys go

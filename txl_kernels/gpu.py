@@ -61,7 +61,8 @@ def _memory(device: torch.device) -> int:
 
 
 def slope_bytes(device: torch.device) -> int:
-    """How much of the gradient of scores backward may keep at a time, in bytes, whatever L and K are.
+    """How much of the gradient of scores both backends' backward may keep at a time, in bytes, whatever L and
+    K are.
 
     1 GiB, or a 32nd of the GPU's memory if that is less; 64 queries of a head are the least. With less of it
     there is less to do at once.

@@ -115,15 +115,24 @@ def tuned() -> list[str]:
     ]
 
 
-def _launch(name: str, dtype: torch.dtype, pairs: int, grid: Any, *args: Any, **constants: Any) -> Tile:
+def _launch(
+    name: str,
+    dtype: torch.dtype,
+    pairs: int,
+    grid: Any,
+    *args: Any,
+    fixed: Tile | None = None,
+    **constants: Any,
+) -> Tile:
     """Launches the kernel for a grid, a function of the Tile; returns the one it ran with.
 
-    The first call that is large enough measures the candidates; not while a CUDA graph is captured.
+    The first call that is large enough measures the candidates; not while a CUDA graph is captured. fixed:
+    the tile that it is to run with, if that matters.
     """
     arch = _arch()
     tiles = configs.candidates(name, constants["D"], dtype.itemsize, arch)
-    tile, tune = tiles[0], False
-    if len(tiles) > 1 and configs.autotune():
+    tile, tune = fixed or tiles[0], False
+    if len(tiles) > 1 and fixed is None and configs.autotune():
         key = (name, dtype, arch, constants["D"], *constants.values())
         tile = _tuned.get(key, tile)
         tune = (
@@ -320,6 +329,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
         )
         # The first chunk is the largest: if tiles are measured, then on it, where no kernel adds to what
         # another has left.
+        tile = None
         for chunk in chunks.each(p):
             heads = chunk.batches * chunk.heads
             pairs = heads * (chunk.end_i - chunk.first_i) * K
@@ -342,6 +352,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
                 *(slopes, q_v, k_rows, r_rows, key_range, _view(dq), parts),
                 *p,
                 *chunk,
+                fixed=tile,
                 **of_dq,
             )
             shares = (chunk.first_b + chunk.batches - 1) // entries - chunk.first_b // entries + 1
@@ -358,6 +369,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             )
 
         # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 4, D].
+        assert tile is not None
         blocks = _cdiv(L, tile.BM)
         ends = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2))
         if not whole_dr:

@@ -1,6 +1,6 @@
-"""The backward kernels. Scores are rebuilt once, and what they lead to, dS, is kept for as long as it takes to
-sum it up along queries, keys and rows of r: of a bounded part of the problem at a time, a chunk. Each kind of
-gradient is a sum that a program can keep to itself. So no atomics, and the same bits every time.
+"""The backward kernels. Scores are rebuilt once, and what they lead to, dS, is kept for as long as it takes
+to sum it up along queries, keys and rows of r: of a bounded part of the problem at a time, a chunk. Each kind
+of gradient is a sum that a program can keep to itself. So no atomics, and the same bits every time.
 
 for each chunk:
   dk_dv_kernel   a block of keys, over queries        dS, dk, dv
@@ -387,8 +387,9 @@ def dr_kernel(
     first_b, batches, first_h, heads, first_i, end_i, entries,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dr of BN rows of r, over the batch entries of the chunk that are among a split's `entries`: part's batch
-    entry is the split, and what the chunks before have left there is added to.
+    """dr of BN rows of r, over those of the chunk's batch entries that are among the `entries` of a split.
+
+    part: dr, or of each split a sum of its own; of what chunks before have left there, too.
     """
     p = Problem(B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale)
     chunk = Chunk(first_b, batches, first_h, heads, first_i, end_i)

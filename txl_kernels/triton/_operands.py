@@ -1,5 +1,5 @@
-"""What is worked out once for all kernels: q + u and q + v, which all but decode's multiply, because tiles that
-come from memory unchanged need no registers; and backward's delta."""
+"""What is worked out once for all kernels: q + u and q + v, which all but decode's multiply, because tiles
+that come from memory unchanged need no registers; and backward's delta."""
 
 from __future__ import annotations
 

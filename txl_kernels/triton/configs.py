@@ -9,12 +9,12 @@ B 4, H 16, L 2048, K 4096, causal).
 * Backward's BM divides tiles.ROWS, and so does dk_dv's BN: no tile of dS crosses the end of a chunk.
 * 64 x 64 over four warps where registers and shared memory allow it (99 KiB per block on smaller parts):
   that is what Hopper and datacenter Blackwell multiply at once.
-* dk_dv loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works while
-  the other waits. dq and dr compute little and wait for dS: they load one or two tiles ahead where registers
-  and shared memory leave room for two blocks of four warps, or for one of eight.
-* What a loop of the others issues per pair decides: a warp that holds more of a tile issues fewer instructions for it, even
-  where it spills a few registers. So the defaults are those of few instructions per pair whose accesses to
-  local memory are at most a quarter of the loop, and the runners-up are candidates.
+* dk_dv loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works
+  while the other waits. dq and dr compute little and wait for dS: they load one or two tiles ahead where
+  registers and shared memory leave room for two blocks of four warps, or for one of eight.
+* What a loop of the others issues per pair decides: a warp that holds more of a tile issues fewer
+  instructions for it, even where it spills a few registers. So the defaults are those of few instructions per
+  pair whose accesses to local memory are at most a quarter of the loop, and the runners-up are candidates.
 * In float32 NVIDIA's products are plain multiply-adds (IEEE; tensor cores would round to tf32): operands live
   in registers, and small tiles over many warps keep them there.
 """

@@ -52,7 +52,7 @@ ROWS = tl.constexpr(64)
 
 
 class Chunk(NamedTuple):
-    """The part of the problem whose dS exists at a time (_chunks.py). Arguments of their own, as Problem's."""
+    """The part of the problem whose dS exists at a time (_chunks.py). Kernels take it as they do Problem."""
 
     first_b: Any
     batches: Any
