@@ -198,6 +198,7 @@ NVIDIA = Vendor(
     end=re.compile(r"(EXIT|RET)\b"),
     kinds={
         "tensor": re.compile(r"HMMA|HGMMA|UTC\w*MMA"),
+        "plain": re.compile(r"FFMA"),
         "exponential": re.compile(r"MUFU\.EX2"),
         "shuffle": re.compile(r"SHFL"),
         "shared": re.compile(r"LDS\b|STS\b|LDSM|STSM"),
@@ -214,6 +215,7 @@ AMD = Vendor(
     end=re.compile(r"s_endpgm"),
     kinds={
         "tensor": re.compile(r"v_mfma"),
+        "plain": re.compile(r"v_(pk_)?fmac?_f32"),
         "exponential": re.compile(r"v_exp_f32"),
         "shuffle": re.compile(r"ds_(b?permute|swizzle)|v_permlane|.*_dpp"),
         "shared": re.compile(r"ds_(read|write)"),
@@ -288,8 +290,8 @@ def _blocks(vendor: Vendor, code: str) -> tuple[list[list[Instruction]], network
 def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
     """The whole kernel, then its innermost loops over tiles, in the order of the code.
 
-    A loop over tiles is one that takes exponentials or, where none does, one with tensor cores' products.
-    Others wait for a barrier, or go over batch entries.
+    A loop over tiles is one that takes exponentials or, where none does, one with products: tensor cores' or,
+    in float32, plain ones. Others wait for a barrier, or go over batch entries.
     """
     blocks, graph = _blocks(vendor, code)
     yield _count(vendor, itertools.chain(*blocks))
@@ -314,7 +316,7 @@ def _loops(vendor: Vendor, code: str) -> Iterator[Counts]:
             if any(names.match(i.name) for n in body for i in blocks[n])
         }
 
-    over_tiles = with_any("exponential") or with_any("tensor")
+    over_tiles = with_any("exponential") or with_any("tensor") or with_any("plain")
     for head, body in sorted(over_tiles.items()):
         if not any(other != head and others < body for other, others in over_tiles.items()):
             yield _count(vendor, itertools.chain(*(blocks[n] for n in body)))
