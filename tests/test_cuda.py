@@ -310,7 +310,7 @@ def test_a_head_that_needs_more_shared_memory_than_the_gpu_has(monkeypatch, dtyp
 @emulated
 def test_backend_none_takes_one_that_has_room(monkeypatch):
     monkeypatch.setattr(cuda, "_shared_bytes", lambda device: 99 * 1024)
-    monkeypatch.setattr(registry, "_preferred", lambda device, decode: ("cuda", "cpu"))
+    monkeypatch.setattr(registry, "_preferred", lambda device: ("cuda", "cpu"))
     device = torch.device("cpu")
     assert registry.choose(None, device, bf16, 128).NAME == "cuda"
     assert registry.choose(None, device, bf16, 129).NAME == "cpu"
@@ -321,8 +321,7 @@ def test_backend_none_takes_one_that_has_room(monkeypatch):
 @pytest.mark.parametrize("capability, first", [((8, 0), "triton"), ((9, 0), "cuda"), ((10, 0), "triton")])
 def test_which_backend_serves_a_gpu(monkeypatch, capability, first):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert registry._preferred(torch.device("cuda"), decode=False)[0] == first
-    assert registry._preferred(torch.device("cuda"), decode=True)[0] == "triton"
+    assert registry._preferred(torch.device("cuda"))[0] == first
 
 
 @emulated

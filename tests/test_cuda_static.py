@@ -175,8 +175,8 @@ def test_the_band_is_written_without_conflicts_and_read_with_the_fewest(BN):
 
 
 def test_warpgroups_write_the_band_and_read_it_without_conflicts():
-    """As csrc/cuda/warpgroup_block.h does: lane 4 a + b writes columns 2 b, 2 b + 1 of two rows a, of the first
-    one by one, one place to the left; and reads two columns of each, moved by the distance between queries."""
+    """As csrc/cuda/warpgroup_block.h does: lane 4 a + b writes columns 2 b, 2 b + 1 of two rows a, of the
+    first one by one, one place to the left; and reads two columns of each, moved by their distances."""
     columns, pitch = 128, 128 + 8  # kBandPitch
     lanes = [(a, 2 * b) for a in range(8) for b in range(4)]
     moved = {}

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import EMULATED, INTERPRET, ROOT, python, why_not
 
 import txl_kernels
+from txl_kernels import gpu
 
 PACKAGE = Path(txl_kernels.__file__).parent
 
@@ -182,15 +184,15 @@ def test_every_environment_variable_is_documented():
     assert sorted(documented) == sorted(set(read.findall(text)))
 
 
-def test_a_bound_that_is_no_number():
-    done = subprocess.run(
-        [sys.executable, "-m", "txl_kernels"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TXL_SLOPE_MIB": "256M"},
-        timeout=120,
-    )
-    assert "ValueError: TXL_SLOPE_MIB: got '256M', needs a number of MiB" in done.stdout
+def test_a_bound_of_the_environment(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("TXL_SLOPE_MIB", "256")
+    assert gpu.slope_bytes(cpu) == 2**28
+    monkeypatch.setenv("TXL_SLOPE_MIB", "256M")
+    with pytest.raises(ValueError, match="TXL_SLOPE_MIB: got '256M', needs a number of MiB"):
+        gpu.slope_bytes(cpu)
+    monkeypatch.setattr(gpu, "SLOPE_BYTES", 5)
+    assert gpu.slope_bytes(cpu) == 5
 
 
 def test_report_whose_reader_has_gone():

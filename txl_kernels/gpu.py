@@ -16,11 +16,8 @@ DECODE_QUERIES = 16
 SPLIT_KEYS = 128
 _MAX_SIZE = 2**28
 
-_slope_mib = os.environ.get("TXL_SLOPE_MIB")
-if _slope_mib is not None and not _slope_mib.isdecimal():
-    raise ValueError(f"TXL_SLOPE_MIB: got {_slope_mib!r}, needs a number of MiB")
 # A bound in place of slope_bytes' own.
-SLOPE_BYTES = None if _slope_mib is None else int(_slope_mib) << 20
+SLOPE_BYTES: int | None = None
 
 
 @functools.cache
@@ -69,6 +66,10 @@ def slope_bytes(device: torch.device) -> int:
     """
     if SLOPE_BYTES is not None:
         return SLOPE_BYTES
+    if (asked := os.environ.get("TXL_SLOPE_MIB")) is not None:
+        if not asked.isdecimal():
+            raise ValueError(f"TXL_SLOPE_MIB: got {asked!r}, needs a number of MiB")
+        return int(asked) << 20
     return 2**30 if device.type == "cpu" else min(2**30, _memory(device) // 32)
 
 

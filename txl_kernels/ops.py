@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from txl_kernels import gpu, registry
+from txl_kernels import registry
 from txl_kernels.registry import Gradients, Inputs, Options
 
 # `api.rel_attention` has validated the arguments and filled in every default. Only the backend may still be
@@ -64,7 +64,7 @@ def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
 
 
 def _choose(backend: str | None, q: Tensor) -> registry.Backend:
-    return registry.choose(backend, q.device, q.dtype, q.shape[-1], q.shape[-2] <= gpu.DECODE_QUERIES)
+    return registry.choose(backend, q.device, q.dtype, q.shape[-1])
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -112,25 +112,20 @@ def load(name: str) -> Backend:
     return backend
 
 
-def _preferred(device: torch.device, decode: bool) -> tuple[str, ...]:
+def _preferred(device: torch.device) -> tuple[str, ...]:
     """What backend=None tries, in this order."""
     if device.type != "cuda":
         return ("cpu",) if device.type == "cpu" else ()
-    # By an H200, the only GPU that was measured (benchmarks/results/): CUDA C++ is faster but for decoding.
+    # By an H200, the only GPU that was measured (benchmarks/results/): CUDA C++ is faster.
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    return ("cuda", "triton") if hopper and not decode else ("triton", "cuda")
+    return ("cuda", "triton") if hopper else ("triton", "cuda")
 
 
 @functools.lru_cache
-def choose(
-    name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, decode: bool = False
-) -> Backend:
-    """The backend to serve tensors of this device, dtype and D: `name`, or for None the preferred one.
-
-    decode: there are few queries, as where one token is generated after the other.
-    """
+def choose(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend to serve tensors of this device, dtype and D: `name`, or for None the preferred one."""
     problems = []
-    for candidate in _preferred(device, decode) if name is None else (name,):
+    for candidate in _preferred(device) if name is None else (name,):
         try:
             backend = load(candidate)
         except BackendUnavailable as error:

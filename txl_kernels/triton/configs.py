@@ -1,8 +1,8 @@
 """Tile sizes: for each kernel a short list, the first of which is the default.
 
 Chosen by what the compiler makes of them: docs/triton_kernels.md, written by tests/triton_static.py. Up to
-D = 128 Hopper's defaults of forward and decode are also the fastest that were measured on an H200 (bfloat16,
-B 4, H 16, L 2048, K 4096, causal).
+D = 128 Hopper's defaults are also the fastest that were measured on an H200 (bfloat16, B 4, H 16, L 2048,
+K 4096, causal).
 
 * A tile of the band must fit into registers beside the scores, so tiles are smaller than flash attention's;
   and BM is at most BN: the band of BM queries by BN keys then lies in two tiles of BN columns.
@@ -54,8 +54,8 @@ _HOPPER = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)],
-        128: [Tile(64, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 1)],
+        64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
+        128: [Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 3)],
     },
     "dk_dv": {
@@ -63,8 +63,8 @@ _HOPPER = {
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)],
     },
     "dr": {
-        64: [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2)],
-        128: [Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)],
+        64: [Tile(64, 128, 4, 2), Tile(64, 64, 4, 1)],
+        128: [Tile(64, 64, 4, 1), Tile(64, 128, 8, 2)],
         256: [Tile(64, 64, 8, 2), Tile(64, 64, 8, 1)],
     },
 }
