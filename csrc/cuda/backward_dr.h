@@ -283,9 +283,5 @@ struct DrKernel {
 // The compiler would spill for a fourth.
 template <typename E, int BM>
 constexpr int kLeastBlocks<DrKernel<E, 96, BM>> = 3;
-template <int BM>
-constexpr int kLeastBlocks<DrKernel<bf16, 64, BM>> = 5;
-template <int BM>
-constexpr int kLeastBlocks<DrKernel<f16, 64, BM>> = 5;
 
 }  // namespace txl::cuda
