@@ -69,7 +69,8 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
     if ptx != cuda_build.PTX:
         block = f"WarpgroupBlock<{element}, {head}>"
         return [f"ForwardKernel<{block}, {dropout}>" for dropout in ("false", "true")]
-    found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>", f"SumKernel<{element}>"]
+    found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>"]
+    found += [f"SumKernel<{element}, {elements}>" for elements in (8, 128)]
     found += [f"BackwardOf<{element}, {head}, false>::{name}" for name in ("Dq", "Dr")]
     for dropout in ("false", "true"):
         blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]

@@ -324,7 +324,7 @@ struct MergeKernel {
   using Params = ForwardParams<Forward>;
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-  // Of warps, splits, threads.
+  // A number twice for each warp, for each split, for each thread.
   static uint32_t shared_bytes(const Params& x) {
     return static_cast<uint32_t>(2 * kWarps + x.splits + kThreads) * 4;
   }
@@ -357,8 +357,9 @@ struct MergeKernel {
     const bool has = d < D && group < groups;
     float sum = 0;
     if (has) {
-      TXL_UNROLL_SOME_GPU  // so that loads are under way together
-          for (int n = group; n < splits; n += groups) {
+      // Unrolled, so that loads are under way together.
+      TXL_UNROLL_SOME_GPU
+      for (int n = group; n < splits; n += groups) {
         const int64_t part = (n * rows + row) * p.D + d;
         sum += load_shared<float>(at(weights, n)) * load_global(x.parts + part);
       }
