@@ -348,7 +348,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=whole, help=f"({_default('heads')})")
     parser.add_argument("--d-head", type=cli.head_dim, help=f"numbers per head ({_default('d_head')})")
     parser.add_argument("--dtype", choices=DTYPES, help=f"({_default('dtype')})")
-    parser.add_argument("--clamp-len", type=whole, help="the last distance with a row of r to itself (none)")
+    parser.add_argument(
+        "--clamp-len",
+        type=positive(int, or_0=True),
+        help="the last distance with a row of r to itself (none)",
+    )
     parser.add_argument(
         "--pass",
         dest="which",
@@ -403,6 +407,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--rivals: got {', '.join(unknown)}, needs names from {', '.join(names)}")
     if unknown := [name for name in args.backends or [] if name not in backends()]:
         parser.error(f"--backends: got {', '.join(unknown)}, needs names from {', '.join(backends())}")
+    if device == "cpu" and args.dtype == "float16":
+        parser.error("--dtype: float16 needs --device cuda: no backend has it on a CPU")
     if not args.rivals and args.backends == []:
         parser.error("--backends, --rivals: got no name, needs at least one")
     if args.qlen is not None and args.qlen > args.klen and not args.sweep:

@@ -22,13 +22,13 @@ except ImportError:  # parse() says so
     tqdm = object
 
 
-def positive(number: type, most: float = math.inf) -> Any:
-    """What argparse makes of a text: a number above 0, and at most `most`."""
+def positive(number: type, most: float = math.inf, or_0: bool = False) -> Any:
+    """What argparse makes of a text: a number above 0, or 0 if that is allowed, and at most `most`."""
 
     def convert(text: str) -> Any:
         value = number(text)
-        if not 0 < value <= most:
-            need = "more than 0" if most == math.inf else f"1 to {most}"
+        if not (0 < value <= most or (or_0 and value == 0)):
+            need = f"1 to {most}" if most < math.inf else "at least 0" if or_0 else "more than 0"
             raise argparse.ArgumentTypeError(f"got {text}, needs {need}")
         return value
 

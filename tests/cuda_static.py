@@ -40,14 +40,14 @@ DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers.
 SHARED = {80: 164, 90: 228, 100: 228}
 REGISTERS = 65536
-# By the kernel of dk and dv, which holds keys, values and sums, in classes of 16 bits: an H200 was faster
-# with some, and larger tiles or addresses known beforehand.
-SPILLS = {64: 32, 96: 80, 128: 32}
+# By the kernel of dk and dv, which holds keys, values and sums: an H200 was faster with some, and larger
+# tiles or addresses known beforehand.
+SPILLS = {64: 32, 96: 80, 128: 32, 256: 32}
 
 
 def may_spill(kernel: str) -> int:
     """Bytes per thread, none of them in near loops."""
-    match = re.match(r"DkDvKernel<b?f16, (\d+), ", kernel)
+    match = re.match(r"DkDvKernel<(?:b?f16|float), (\d+), ", kernel)
     return SPILLS.get(int(match[1]), 0) if match else 0
 
 

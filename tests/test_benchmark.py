@@ -288,6 +288,17 @@ def test_no_gpu(capsys, main):
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
+def test_clamp_len_and_dtype(capsys):
+    assert bench_attn.parse(["--clamp-len", "0"]).clamp_len == 0
+    for arguments, message in (
+        (["--clamp-len", "-1"], "--clamp-len: got -1, needs at least 0"),
+        (["--dtype", "float16"], "--dtype: float16 needs --device cuda"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_attn.parse(arguments)
+        assert message in capsys.readouterr().err
+
+
 def test_defaults(monkeypatch):
     """Of a device: sizes, dtype, rivals."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -176,10 +176,10 @@ def test_report_on_the_command_line():
 
 
 def test_every_environment_variable_is_documented():
-    read = re.compile(r"""(?:environ\.get|environ|getenv)[(\[]"(TXL_\w+)\"""")
+    read = re.compile(r"""(?:(?:environ\.get|environ|getenv)[(\[]"|\$\{)(TXL_\w+)[":]""")
     folders = ("txl_kernels", "txl_model", "csrc", "benchmarks")
     sources = [p for folder in folders for p in (ROOT / folder).rglob("*.*")]
-    text = "".join(p.read_text() for p in sources if p.suffix in (".py", ".cpp", ".h"))
+    text = "".join(p.read_text() for p in sources if p.suffix in (".py", ".cpp", ".h", ".cu", ".sh"))
     documented = re.findall(r"^\| `(TXL_\w+)` ", (ROOT / "docs" / "environment.md").read_text(), re.M)
     assert sorted(documented) == sorted(set(read.findall(text)))
 

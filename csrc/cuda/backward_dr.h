@@ -280,8 +280,10 @@ struct DrKernel {
   }
 };
 
-// The compiler would spill for a fourth.
+// The compiler would spill for a fourth, and for an eighth.
 template <typename E, int BM>
 constexpr int kLeastBlocks<DrKernel<E, 96, BM>> = 3;
+template <typename E, int BM>
+constexpr int kLeastBlocks<DrKernel<E, 32, BM>> = 7;
 
 }  // namespace txl::cuda

@@ -60,7 +60,8 @@ struct QueryBlock {
   Mask mask;     // of the keys that the block goes over
   KeyTiles tiles;
   uint32_t base;  // of shared memory
-  using TileCopier = Copier<kThreads, Tile<BN>>;
+  // Of long rows dq has no registers for what copies could know beforehand.
+  using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores ? 256 : 128)>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
   Copied k_rows, v_rows, r_rows;
