@@ -19,7 +19,7 @@ struct QueryBlock {
   static constexpr bool kScores = kOperands > 0;  // else their gradient, in which there is a band, too
   using Element = E;
   using ForwardTensors = Forward;  // what copy_tile is given by forward
-  static constexpr int kHead = kChannels, BN = kKeys, kHeldOperands = kHeld;
+  static constexpr int kHead = kChannels, BN = kKeys;
   template <int kRows>
   using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
 
