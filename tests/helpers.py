@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -377,6 +378,21 @@ def allocations(call) -> list[int]:
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------
+
+
+def build(folder: Path, **environment: str) -> None:
+    """The package again in `folder`, with C++ libraries built under these environment variables."""
+    shutil.copytree(
+        ROOT / "txl_kernels", folder / "txl_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def python(code: str, *, timeout=300, check=True, cwd=TESTS, **environment) -> subprocess.CompletedProcess:

@@ -39,6 +39,8 @@ CASES = [
     (dict(L=113, K=203, N=40), dict(causal=False, r_zero=20)),
     (dict(L=113, K=203, N=40), dict(causal=False, r_zero=0)),
     (dict(L=113, K=203, N=40), dict(causal=False, r_zero=39)),
+    # The last keys are all far: nothing adds to what the band has left over.
+    (dict(L=64, K=257, N=1), dict(causal=False, r_zero=0)),
     (dict(L=200, K=260, N=90), dict(causal=False, r_zero=60, window_size=(70, 50))),
     (dict(L=113, K=203, N=500), dict(causal=False, r_zero=250)),
     # r_zero in the middle, and outside r on either side, near and far.

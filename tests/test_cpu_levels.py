@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from helpers import ROOT, TESTS, cpu_levels, python, why_not
+from helpers import ROOT, TESTS, build, cpu_levels, python, why_not
 
 sys.path.insert(0, str(ROOT / "csrc"))
 import ninja_build
@@ -139,8 +139,9 @@ def test_a_number_of_compilers_that_is_none(monkeypatch):
         ninja_build.find_jobs()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one level")
-def test_a_compiler_that_lacks_avx512(tmp_path, capsys):
+@pytest.fixture
+def older(tmp_path):
+    """A compiler that knows no AVX-512."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -150,5 +151,27 @@ def test_a_compiler_that_lacks_avx512(tmp_path, capsys):
         f'exec {compiler} "$@"\n'
     )
     older.chmod(0o755)
-    assert list(ninja_build.find_levels([str(older)])) == ["baseline", "avx2"]
+    return str(older)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one level")
+def test_a_compiler_that_lacks_avx512(older, capsys):
+    assert list(ninja_build.find_levels([older])) == ["baseline", "avx2"]
     assert "without level avx512, which the compiler cannot build:\nunrecognized" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one level")
+def test_what_a_compiler_that_lacks_avx512_builds(older, tmp_path):
+    build(tmp_path, CXX=older, TXL_BUILD_DIR=str(tmp_path / "build"))
+    done = python(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "import helpers, torch, txl_kernels\n"
+        "helpers.why_not('cpu')\n"
+        "print(txl_kernels.__file__, txl_kernels._build_info.cpu_levels, helpers.check_broadly('cpu'))",
+        TXL_CPU_LEVEL=None,
+    )
+    file, levels, count = done.stdout.split()
+    assert file.startswith(str(tmp_path))
+    assert levels == "baseline,avx2"
+    assert int(count) > 80

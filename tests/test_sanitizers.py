@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, cpu_levels, python
-
-import txl_kernels
+from helpers import build, cpu_levels, python
 
 build_info = pytest.importorskip("txl_kernels._build_info")
 
@@ -29,16 +26,7 @@ def instrumented(tmp_path_factory):
     if not os.path.isabs(runtime):
         pytest.skip("g++ has no libasan.so")
     folder = tmp_path_factory.mktemp("sanitized")
-    package = os.path.dirname(txl_kernels.__file__)
-    shutil.copytree(package, folder / "txl_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    built = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "CXX": compiler, "TXL_SANITIZE": "address,undefined"},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
+    build(folder, CXX=compiler, TXL_SANITIZE="address,undefined")
     return folder, runtime
 
 

@@ -80,8 +80,14 @@ class BackwardKernel {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
   static constexpr int kBlockRows = kTiled<C> ? 64 : (kLong ? 12 : 8) * kRows, kChunkKeys = 256;
+  // All blocks of queries pass over so many keys before the next ones, or (0) a block over all keys before
+  // the next block. Tiles multiply so fast that they wait for what comes from beyond the second level of
+  // cache: a span's operands and sums stay there.
+  static constexpr int64_t kSpanKeys = kTiled<C> ? 512 : 0;
   static constexpr int kWidth = kPanel<C>;
-  static constexpr int64_t kPitch = kChunkKeys + 16;
+  // Keys whose probabilities and dS are made and used at a time.
+  static constexpr int64_t kPartKeys = kTiled<C> ? kWidth : kChunkKeys;
+  static constexpr int64_t kPitch = kPartKeys + 16;
   static constexpr int64_t kSlopeColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
   // Whole cache lines, an odd number of them.
   static constexpr int64_t kSlopePitch = kSlopeColumns | 16;
@@ -105,18 +111,25 @@ class BackwardKernel {
     Sums sums;  // no dk and dv if it takes all shares: they are written entry by entry
   };
 
-  // Operands and sums of one thread.
-  struct Scratch {
-    // Packed operands of the current batch entry and head.
-    Elem *k_panels, *v_panels, *k_rows, *r_panels, *r_rows, *far[2];
-    T* r_far;                    // [2][columns]: the end rows of r as values
-    T* keys;                     // dk and dv of the entry, where the task takes all shares
-    T *share_keys, *share_rest;  // the sums of a later share
-    Sums sums;                   // those of the current one
-    // The current block of queries.
-    T* rows;  // values on their way into the packed rows below
+  // What a block of queries keeps from one span of keys to the next.
+  struct Queries {
     Elem *qu, *qv, *dout;
     T *qv_values, *lse2, *delta, *far_sum, *dq_content, *dq_position;
+  };
+
+  // Operands and sums of one thread.
+  struct Scratch {
+    // Packed operands of the current head, batch entry and span of keys.
+    Elem *r_panels, *r_rows, *far[2];
+    T* r_far;  // [2][columns]: the end rows of r as values
+    Elem *k_panels, *v_panels, *k_rows;
+    T* keys;                     // dk and dv of the span, where the task takes all shares
+    T *share_keys, *share_rest;  // the sums of later shares
+    Sums sums;                   // those of the current share and span
+    int64_t first_key;           // of the span
+    Queries first, q;            // the first block of the task, and the current one
+    // The current block and chunk of keys.
+    T* rows;  // values on their way into packed rows
     T *band, *tile, *prob, *dropped, *ds, *slope;
     Elem *along, *across;  // pairs of a chunk, where elements are pairs
   };
@@ -131,6 +144,7 @@ class BackwardKernel {
         columns_(round_up(p_.D, kLanes<T> * C::per_elem)),
         row_pitch_(C::parts * columns_),
         keys_(round_up(p_.K, kWidth)),
+        span_keys_(kSpanKeys ? min(kSpanKeys, keys_) : keys_),
         blocks_((p_.L + kBlockRows - 1) / kBlockRows),
         band_(p_, min(p_.L, kBlockRows)),
         band_columns_(band_.panels * kWidth),
@@ -143,19 +157,19 @@ class BackwardKernel {
     const auto arrays = [&](Scratch& s, auto visit) { scratch_arrays(s, visit); };
     Array<Task> task(tasks);
     Array<Scratch> scratch(min(pool_.threads, tasks));
-    Arena arena(static_cast<size_t>(tasks) *
-                    (Arena::bytes<T>(rest_elements()) + Arena::bytes<T>(together_ ? 0 : keys_elements())) +
+    Arena arena(static_cast<size_t>(tasks) * (Arena::bytes<T>(rest_elements()) +
+                                              Arena::bytes<T>(together_ ? 0 : 2 * keys_ * columns_)) +
                 static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(arrays));
     for (int64_t i = 0; i < tasks; ++i) {
       const int64_t unit = i / parts, part = unit % batch_shares_;
       T* rest = arena.take<T>(rest_elements());
-      T* keys = arena.take<T>(together_ ? 0 : keys_elements());
+      T* keys = arena.take<T>(together_ ? 0 : 2 * keys_ * columns_);
       task[i] = {unit / batch_shares_,
                  p_.B * part / batch_shares_,
                  p_.B * (part + 1) / batch_shares_,
                  together_ ? 0 : i % shares_,
                  together_ ? shares_ : i % shares_ + 1,
-                 sums_in(keys, rest)};
+                 sums_in(keys, keys_, rest)};
     }
     for (Scratch& s : scratch) {
       arena.take_record(s, arrays);
@@ -194,36 +208,33 @@ class BackwardKernel {
   // all shares (which packs the keys once, and needs the memory of two shares per thread) or each its own.
   int64_t query_shares() const {
     if (batch_shares_ < p_.B) return 1;  // enough tasks, or too little work for more
-    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements();
+    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * 2 * keys_ * columns_;
     const int64_t wanted = min((kTasks + p_.H * batch_shares_ - 1) / (p_.H * batch_shares_), blocks_);
     return max(1, min(wanted, kShareBytes / pair_bytes));
   }
 
-  int64_t keys_elements() const { return 2 * keys_ * columns_; }
   int64_t rest_elements() const { return (band_columns_ + 4) * columns_; }
-  Sums sums_in(T* keys, T* rest) const {
+  Sums sums_in(T* keys, int64_t count, T* rest) const {
     T* ends = rest + band_columns_ * columns_;
-    return {keys, keys + keys_ * columns_, rest, ends, ends + 2 * columns_, ends + 3 * columns_};
+    return {keys, keys + count * columns_, rest, ends, ends + 2 * columns_, ends + 3 * columns_};
   }
 
   // The arrays of a Scratch, in one list: `visit(pointer, elements)`.
   template <class F>
   void scratch_arrays(Scratch& s, F visit) const {
-    const int64_t q_elements = Rows<C, kBlockRows>::elements(columns_), rows = kBlockRows;
-    visit(s.k_panels, keys_ * pitch_), visit(s.v_panels, keys_ * pitch_);
-    visit(s.k_rows, keys_ / C::per_elem * row_pitch_);
+    const int64_t rows = kBlockRows, later = together_ ? shares_ - 1 : 0;
+    visit(s.k_panels, span_keys_ * pitch_), visit(s.v_panels, span_keys_ * pitch_);
+    visit(s.k_rows, span_keys_ / C::per_elem * row_pitch_);
     visit(s.r_panels, band_columns_ * pitch_);
     visit(s.r_rows, band_columns_ / C::per_elem * row_pitch_);
     visit(s.far[0], kLanes<Elem> * pitch_), visit(s.far[1], kLanes<Elem> * pitch_);
     visit(s.r_far, 2 * columns_);
-    const bool several = together_ && shares_ > 1;
-    visit(s.keys, together_ ? keys_elements() : 0);
-    visit(s.share_keys, several ? keys_elements() : 0), visit(s.share_rest, several ? rest_elements() : 0);
+    visit(s.keys, together_ ? 2 * span_keys_ * columns_ : 0);
+    visit(s.share_keys, later ? 2 * span_keys_ * columns_ : 0);
+    visit(s.share_rest, (one_span() ? min(later, 1) : later) * rest_elements());
+    const int64_t most_blocks = together_ ? blocks_ : (blocks_ + shares_ - 1) / shares_;
+    query_arrays(s.first, [&](auto*& p, int64_t count) { visit(p, (one_span() ? 1 : most_blocks) * count); });
     visit(s.rows, rows * columns_);
-    visit(s.qu, q_elements), visit(s.qv, q_elements), visit(s.dout, q_elements);
-    visit(s.qv_values, rows * columns_);
-    visit(s.lse2, rows), visit(s.delta, rows), visit(s.far_sum, 2 * rows);
-    visit(s.dq_content, rows * columns_), visit(s.dq_position, rows * columns_);
     visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? rows * kWidth : 0);
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
         visit(s.ds, rows * kPitch);
@@ -232,6 +243,18 @@ class BackwardKernel {
     visit(s.across, C::per_elem == 1 ? 0 : rows * (kTiled<C> ? kPanelPitch<C> : kSlopePitch) / C::per_elem);
   }
 
+  // The same of one block of Queries.
+  template <class F>
+  void query_arrays(Queries& q, F visit) const {
+    const int64_t packed = Rows<C, kBlockRows>::elements(columns_), rows = kBlockRows;
+    visit(q.qu, packed), visit(q.qv, packed), visit(q.dout, packed);
+    visit(q.qv_values, rows * columns_);
+    visit(q.lse2, rows), visit(q.delta, rows), visit(q.far_sum, 2 * rows);
+    visit(q.dq_content, rows * columns_), visit(q.dq_position, rows * columns_);
+  }
+
+  bool one_span() const { return span_keys_ == keys_; }
+
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
   bool run_task(const Task& task, Scratch& s) const {
     const TileScope tiles;
@@ -239,26 +262,50 @@ class BackwardKernel {
     pack_r(task.head, s, poison);
     zero(task.sums.dr, rest_elements());
     for (int64_t b = task.batch_from; b < task.batch_to; ++b) {
-      const Range exist = p_.keys_of_batch(b);
-      pack_keys(task.head, b, keys_of_queries(p_, exist, 0, p_.L - 1), s, poison);
-      const Sums total = together_ ? sums_in(s.keys, task.sums.dr) : task.sums;
-      zero(total.dk, keys_elements());
-      for (int64_t share = task.share_from; share < task.share_to; ++share) {
-        const bool first = share == task.share_from;
-        s.sums = first ? total : sums_in(s.share_keys, s.share_rest);
-        if (!first) zero(s.sums.dk, keys_elements()), zero(s.sums.dr, rest_elements());
-        Vec<T> share_poison = poison;
-        for (int64_t block = blocks_ * share / shares_; block < blocks_ * (share + 1) / shares_; ++block) {
-          const int64_t i0 = start_of_block(block), i1 = start_of_block(block + 1);
-          if (!run_block(task.head, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, s, share_poison))
-            return false;
-        }
-        if (!first) add(s.sums, total);
-      }
-      if (kTiled<C>) turn_back(total.dk, keys_, s), turn_back(total.dv, keys_, s);
-      if (together_) write_keys(b, task.head, total);
+      int64_t lo = 0;
+      do {  // once if there are no keys
+        if (!run_span(task, b, {lo, min(lo + span_keys_, keys_)}, s, poison)) return false;
+      } while ((lo += span_keys_) < keys_);
     }
     if (kTiled<C>) turn_back(task.sums.dr, band_columns_, s);
+    return true;
+  }
+
+  // All of the task's queries of one batch entry with one span of keys.
+  bool run_span(const Task& task, int64_t b, Range span, Scratch& s, Vec<T>& poison) const {
+    const bool first_span = span.lo == 0, last_span = span.hi == keys_;
+    const int64_t count = (span.hi - span.lo) * columns_;
+    const Range exist = p_.keys_of_batch(b);
+    s.first_key = span.lo;
+    pack_keys(task.head, b, keys_of_queries(p_, exist, 0, p_.L - 1), span, s, poison);
+    Sums total = task.sums;
+    if (together_)
+      total = sums_in(s.keys, span_keys_, task.sums.dr);
+    else
+      total.dk += span.lo * columns_, total.dv += span.lo * columns_;
+    zero(total.dk, count), zero(total.dv, count);
+    const int64_t first_block = blocks_ * task.share_from / shares_;
+    for (int64_t share = task.share_from; share < task.share_to; ++share) {
+      const bool first = share == task.share_from;
+      const int64_t place = one_span() || first ? 0 : share - task.share_from - 1;
+      s.sums = first ? total : sums_in(s.share_keys, span_keys_, s.share_rest + place * rest_elements());
+      if (!first) zero(s.sums.dk, count), zero(s.sums.dv, count);
+      if (!first && first_span) zero(s.sums.dr, rest_elements());
+      Vec<T> share_poison = poison;
+      for (int64_t block = blocks_ * share / shares_; block < blocks_ * (share + 1) / shares_; ++block) {
+        const int64_t i0 = start_of_block(block), i1 = start_of_block(block + 1);
+        s.q = s.first;
+        if (!one_span())
+          query_arrays(s.q, [&](auto*& p, int64_t elements) { p += (block - first_block) * elements; });
+        if (!run_block(task.head, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, span, s, share_poison))
+          return false;
+      }
+      if (first) continue;
+      add(s.sums.dk, total.dk, count), add(s.sums.dv, total.dv, count);
+      if (last_span) add(s.sums.dr, total.dr, rest_elements());
+    }
+    if (kTiled<C>) turn_back(total.dk, span.hi - span.lo, s), turn_back(total.dv, span.hi - span.lo, s);
+    if (together_) write_keys(b, task.head, span, total);
     return true;
   }
 
@@ -289,12 +336,8 @@ class BackwardKernel {
 
   static void zero(T* x, int64_t count) { memset(x, 0, static_cast<size_t>(count) * sizeof(T)); }
 
-  void add(const Sums& from, const Sums& to) const {
-    const auto add_block = [](const T* x, T* sum, int64_t count) {
-      for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
-    };
-    add_block(from.dk, to.dk, keys_elements());
-    add_block(from.dr, to.dr, rest_elements());
+  static void add(const T* x, T* sum, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
   }
 
   void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
@@ -306,7 +349,7 @@ class BackwardKernel {
       const S* row = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
       pack_far<C>(row, p_.D, s.far[side]);
       for (int64_t d = 0; d < columns_; ++d) s.r_far[side * columns_ + d] = d < p_.D ? to_float(row[d]) : T{};
-      if (!uses_far(side)) continue;
+      if (!band_.uses_far(p_, side)) continue;
       for (int64_t d = 0; d < columns_; d += kLanes<T>) {
         const Vec<T> x = load(s.r_far + side * columns_ + d);
         poison += x - x;
@@ -314,17 +357,19 @@ class BackwardKernel {
     }
   }
 
-  void pack_keys(int64_t h, int64_t b, Range seen, Scratch& s, Vec<T>& poison) const {
-    for (int64_t tile = floor_to(seen.lo, kWidth); tile < seen.hi; tile += kWidth) {
+  void pack_keys(int64_t h, int64_t b, Range seen, Range span, Scratch& s, Vec<T>& poison) const {
+    for (int64_t tile = max(floor_to(seen.lo, kWidth), span.lo); tile < min(seen.hi, span.hi);
+         tile += kWidth) {
+      const int64_t at = tile - span.lo;
       const S *k[kWidth], *v[kWidth];
       for (int x = 0; x < kWidth; ++x) {
         k[x] = row_of_key<S>(t_.k, b, h, seen, tile + x);
         v[x] = row_of_key<S>(t_.v, b, h, seen, tile + x);
       }
-      pack_panel<C>(k, p_.D, s.k_panels + tile * pitch_);
-      pack_panel<C>(v, p_.D, s.v_panels + tile * pitch_);
+      pack_panel<C>(k, p_.D, s.k_panels + at * pitch_);
+      pack_panel<C>(v, p_.D, s.v_panels + at * pitch_);
       pack_rows<C, false>(
-          kWidth, [&](int64_t x) { return k[x]; }, p_.D, columns_, s.k_rows + tile / C::per_elem * row_pitch_,
+          kWidth, [&](int64_t x) { return k[x]; }, p_.D, columns_, s.k_rows + at / C::per_elem * row_pitch_,
           poison);
     }
   }
@@ -349,50 +394,61 @@ class BackwardKernel {
     };
     const T factor = static_cast<T>(p_.scale * kLog2e);
     fill(t_.q, t_.bias_u, factor, s.rows);
-    operand(s.qu).pack(s.rows, rows, columns_);
-    fill(t_.q, t_.bias_v, factor, s.qv_values);
-    operand(s.qv).pack(s.qv_values, rows, columns_);
+    operand(s.q.qu).pack(s.rows, rows, columns_);
+    fill(t_.q, t_.bias_v, factor, s.q.qv_values);
+    operand(s.q.qv).pack(s.q.qv_values, rows, columns_);
     fill(t_.dout, View{}, T{1}, s.rows);
-    operand(s.dout).pack(s.rows, rows, columns_);
+    operand(s.q.dout).pack(s.rows, rows, columns_);
     for (int m = 0; m < block.rows; ++m) {
       const S* out = t_.out.at<S>(b, h, block.i0 + m);
       Vec<T> dot = {};
       for (int64_t d = 0; d < columns_; d += kLanes<T>)
         dot += load(s.rows + m * columns_ + d) * load_left(out + d, p_.D - d);
-      s.delta[m] = horizontal_sum<T>(dot);
+      s.q.delta[m] = horizontal_sum<T>(dot);
       const T lse = static_cast<const T*>(t_.lse)[(b * p_.H + h) * p_.L + block.i0 + m];
-      s.lse2[m] = lse == -static_cast<T>(INFINITY) ? T{} : lse * static_cast<T>(kLog2e);
+      s.q.lse2[m] = lse == -static_cast<T>(INFINITY) ? T{} : lse * static_cast<T>(kLog2e);
     }
   }
   Rows<C, kBlockRows> operand(Elem* memory) const { return {memory, columns_}; }
 
-  bool run_block(int64_t head, const Block& block, int64_t b, Scratch& s, Vec<T>& poison) const {
-    zero(s.dq_content, block.rows * columns_);
-    zero(s.dq_position, block.rows * columns_);
-    if (!block.keys.empty()) {
-      pack_block(block, b, head, s, poison);
-      const T sum = horizontal_sum<T>(poison);
-      const bool poisoned = !(sum == sum);
-      if (poisoned && C::per_elem > 1) return false;
-      zero(s.far_sum, 2 * kBlockRows);
-      zero(s.slope, block.rows * kSlopePitch);
-      Window window(s.band);
-      window.begin(block, band_, s.far[0], s.far[1], operand(s.qv).along, operand(s.qv).lda, depth_);
-      Slope slope;
-      const int64_t end = round_up(block.keys.hi, kWidth);
-      for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
-        const int64_t hi = min(lo + kChunkKeys, end);
-        score_gradients(block, b, head, window, slope, lo, hi, s);
-        if (poisoned) {
-          add_carefully(block, lo, hi, s);
-          slope = {};  // nothing is left to carry: the next chunk's band begins with itself
-        } else {
-          add_content(block, lo, hi, s);
-          add_position(block, slope, hi == end, hi, s);
-        }
-      }
-      if (!poisoned) add_far(block, s);
+  // One block of queries and one span of keys.
+  bool run_block(int64_t head, const Block& block, int64_t b, Range span, Scratch& s, Vec<T>& poison) const {
+    const bool sees = !block.keys.empty();
+    if (span.lo == 0) {
+      zero(s.q.dq_content, block.rows * columns_);
+      zero(s.q.dq_position, block.rows * columns_);
+      zero(s.q.far_sum, 2 * kBlockRows);
+      if (sees) pack_block(block, b, head, s, poison);
     }
+    const Range keys = {max(block.keys.lo, span.lo), min(block.keys.hi, span.hi)};
+    const T sum = horizontal_sum<T>(poison);
+    const bool poisoned = sees && !(sum == sum);
+    if (poisoned && C::per_elem > 1) return false;
+    if (!keys.empty()) {
+      Window window(s.band);
+      window.begin(block, band_, s.far[0], s.far[1], operand(s.q.qv).along, operand(s.q.qv).lda, depth_);
+      Slope slope;
+      const int64_t end = round_up(keys.hi, kWidth);
+      for (int64_t lo = floor_to(keys.lo, kWidth); lo < end; lo += kChunkKeys) {
+        const int64_t hi = min(lo + kChunkKeys, end);
+        const Range in_band = band_tiles<C>(block, lo, hi);
+        if (!in_band.empty()) begin_band(block, in_band, window, slope, s);
+        for (int64_t j = lo; j < hi; j += kPartKeys) {
+          const int64_t part_end = min(j + kPartKeys, hi);
+          score_gradients(block, b, head, window, slope, in_band, j, part_end, s);
+          if (poisoned)
+            add_carefully(block, j, part_end, s);
+          else
+            add_content(block, j, part_end, s);
+        }
+        if (poisoned)
+          slope = {};  // nothing is left to carry: the next chunk's band begins with itself
+        else
+          add_position(block, slope, hi == end, hi, s);
+      }
+    }
+    if (span.hi < keys_) return true;
+    if (sees && !poisoned) add_far(block, s);
     write_block(head, block, b, s);
     return true;
   }
@@ -403,22 +459,31 @@ class BackwardKernel {
     int64_t written = 0;  // columns present
   };
 
-  // s.prob, s.dropped, s.ds of the chunk [lo, hi), and s.slope for the tiles that lie in the band.
-  void score_gradients(const Block& block, int64_t b, int64_t h, Window& window, Slope& slope, int64_t lo,
-                       int64_t hi, Scratch& s) const {
-    const Range in_band = band_tiles<C>(block, lo, hi);
-    if (!in_band.empty()) {
-      window.advance(in_band.lo, in_band.hi, [&](int64_t column) { return s.r_panels + column * pitch_; });
-      if (slope.start < 0)
-        slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kColumnStep);
-      slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
+  // The band of the tiles of a chunk, and room for its gradient.
+  void begin_band(const Block& block, Range in_band, Window& window, Slope& slope, Scratch& s) const {
+    window.advance(in_band.lo, in_band.hi, [&](int64_t column) { return s.r_panels + column * pitch_; });
+    const bool begins = slope.start < 0;
+    if (begins) slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kColumnStep);
+    slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
+    // Zeros beside what the rows will get.
+    for (int m = 0; m < block.rows; ++m) {
+      T* row = s.slope + m * kSlopePitch;
+      const int64_t from = p_.band(block.i0 + m, in_band.lo) - band_.first - slope.start;
+      const int64_t to = from + in_band.hi - in_band.lo;
+      if (begins) zero(row, from);
+      zero(row + to, round_up(slope.written, kColumnStep) - to);
     }
-    const auto qu = operand(s.qu), dout = operand(s.dout);
+  }
+
+  // s.prob, s.dropped, s.ds of the keys [lo, hi), and s.slope for the tiles that lie in the band.
+  void score_gradients(const Block& block, int64_t b, int64_t h, const Window& window, const Slope& slope,
+                       Range in_band, int64_t lo, int64_t hi, Scratch& s) const {
+    const auto qu = operand(s.q.qu), dout = operand(s.q.dout);
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
-      panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + j * pitch_,
+      panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + (j - s.first_key) * pitch_,
                        window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
-                         probabilities<T>(acc, s.lse2 + m);
+                         probabilities<T>(acc, s.q.lse2 + m);
                          // After it: where lse is NaN, keys that the query does not see get 0 all the same.
                          if (partial) mask_tile<T>(acc, block, m, j, T{});
                          store_tile<T>(s.prob + m * kPitch + (j - lo), kPitch, acc);
@@ -436,16 +501,16 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
       T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
-      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + j * pitch_, {}, s.tile,
-                       [&](auto& acc, int64_t m) {
+      panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + (j - s.first_key) * pitch_, {},
+                       s.tile, [&](auto& acc, int64_t m) {
                          const int64_t at = m * kPitch + (j - lo);
-                         score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.delta + m);
+                         score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.q.delta + m);
                          if (partial) mask_tile<T>(acc, block, m, j, T{});
                          store_tile<T>(s.ds + at, kPitch, acc);
                          if (banded) store_tile<T>(skewed + m * (kSlopePitch - 1), kSlopePitch - 1, acc);
                        });
       if (!banded) {
-        T* sum = s.far_sum + (block.place(j, j + kWidth) == Block::Place::far_right) * kBlockRows;
+        T* sum = s.q.far_sum + (block.place(j, j + kWidth) == Block::Place::far_right) * kBlockRows;
         for (int m = 0; m < block.rows; ++m) {
           Vec<T> row = {};
           TXL_UNROLL
@@ -456,12 +521,12 @@ class BackwardKernel {
     }
   }
 
-  // dv, dk and the content part of dq from the chunk [lo, hi).
+  // dv, dk and the content part of dq from the keys [lo, hi).
   void add_content(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
-    const int64_t keys = hi - lo;
-    add_across(s.dropped, kPitch, block.rows, keys, operand(s.dout), s.sums.dv + lo * columns_, s);
-    add_across(s.ds, kPitch, block.rows, keys, operand(s.qu), s.sums.dk + lo * columns_, s);
-    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + lo / C::per_elem * row_pitch_, s.dq_content, s);
+    const int64_t keys = hi - lo, at = lo - s.first_key;
+    add_across(s.dropped, kPitch, block.rows, keys, operand(s.q.dout), s.sums.dv + at * columns_, s);
+    add_across(s.ds, kPitch, block.rows, keys, operand(s.q.qu), s.sums.dk + at * columns_, s);
+    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + at / C::per_elem * row_pitch_, s.q.dq_content, s);
   }
 
   // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
@@ -475,8 +540,8 @@ class BackwardKernel {
     const int64_t count = round_up(done, kColumnStep);
     if (count > 0) {
       add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
-                s.dq_position, s);
-      add_across(s.slope, kSlopePitch, block.rows, count, operand(s.qv), s.sums.dr + slope.start * columns_,
+                s.q.dq_position, s);
+      add_across(s.slope, kSlopePitch, block.rows, count, operand(s.q.qv), s.sums.dr + slope.start * columns_,
                  s);
     }
     if (last) return;
@@ -484,24 +549,21 @@ class BackwardKernel {
     for (int m = 0; m < block.rows; ++m) {
       T* row = s.slope + m * kSlopePitch;
       memmove(row, row + done, static_cast<size_t>(kept) * sizeof(T));
-      zero(row + kept, kSlopePitch - kept);
+      zero(row + kept, round_up(kept, kColumnStep) - kept);  // the next chunk may lie outside of the band
     }
     slope.start += done;
     slope.written = kept;
   }
 
-  // Whether some distance that a query may see is clamped to the first row of r, or to the last.
-  bool uses_far(int side) const { return side ? band_.used.hi >= p_.N : band_.used.lo <= 0; }
-
   // Far tiles use one row of r for all their keys: their gradient is a row sum.
   void add_far(const Block& block, Scratch& s) const {
     for (int side = 0; side < 2; ++side) {
-      if (!uses_far(side)) continue;
+      if (!band_.uses_far(p_, side)) continue;
       for (int m = 0; m < block.rows; ++m) {
-        const Vec<T> sum = splat(s.far_sum[side * kBlockRows + m]);
+        const Vec<T> sum = splat(s.q.far_sum[side * kBlockRows + m]);
         for (int64_t d = 0; d < columns_; d += kLanes<T>) {
-          T *dr = s.sums.dr_far + side * columns_ + d, *dq = s.dq_position + m * columns_ + d;
-          store(dr, load(dr) + sum * load(s.qv_values + m * columns_ + d));
+          T *dr = s.sums.dr_far + side * columns_ + d, *dq = s.q.dq_position + m * columns_ + d;
+          store(dr, load(dr) + sum * load(s.q.qv_values + m * columns_ + d));
           store(dq, load(dq) + sum * load(s.r_far + side * columns_ + d));
         }
       }
@@ -514,24 +576,25 @@ class BackwardKernel {
     const auto add = [&](T* sum, T factor, const T* row) {
       for (int64_t d = 0; d < p_.D; ++d) sum[d] += factor * row[d];
     };
-    const T* qu = reinterpret_cast<const T*>(s.qu);
-    const T* dout = reinterpret_cast<const T*>(s.dout);
+    const T* qu = reinterpret_cast<const T*>(s.q.qu);
+    const T* dout = reinterpret_cast<const T*>(s.q.dout);
     const T* k_rows = reinterpret_cast<const T*>(s.k_rows);
     for (int64_t m = 0; m < block.rows; ++m) {
       const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
       for (int64_t j = max(keys.lo, lo); j < min(keys.hi, hi); ++j) {
         const T ds = s.ds[m * kPitch + (j - lo)];
-        add(s.sums.dv + j * columns_, s.dropped[m * kPitch + (j - lo)], dout + m * columns_);
-        add(s.sums.dk + j * columns_, ds, qu + m * columns_);
-        add(s.dq_content + m * columns_, ds, k_rows + j * columns_);
+        const int64_t at = (j - s.first_key) * columns_;
+        add(s.sums.dv + at, s.dropped[m * kPitch + (j - lo)], dout + m * columns_);
+        add(s.sums.dk + at, ds, qu + m * columns_);
+        add(s.q.dq_content + m * columns_, ds, k_rows + at);
         const int64_t c = p_.band(block.i0 + m, j);
         const bool left = c <= 0, far = left || c >= p_.N - 1;
         const int64_t column = c - band_.first;
         const T* r =
             far ? s.r_far + (left ? 0 : columns_) : reinterpret_cast<const T*>(s.r_rows) + column * columns_;
-        add(s.dq_position + m * columns_, ds, r);
+        add(s.q.dq_position + m * columns_, ds, r);
         add(far ? s.sums.dr_far + (left ? 0 : columns_) : s.sums.dr + column * columns_, ds,
-            s.qv_values + m * columns_);
+            s.q.qv_values + m * columns_);
       }
     }
   }
@@ -543,14 +606,14 @@ class BackwardKernel {
     const int64_t most = kTiled<C> ? kWidth : kLong ? columns : 64;
     for (int64_t c = 0; c < columns; c += most) {
       const int64_t step = min(most, columns - c);
-      const Elem* packed = s.along;
+      const Elem *packed = s.along, *next = y + (c + step) / C::per_elem * row_pitch_;
       if constexpr (C::per_elem == 1)
         packed = x + c;
       else
         pack_along<C>(x + c, pitch, rows, step, s.along, kAlongPitch);
       add_product<C, A::rows>(rows, columns_, step / C::per_elem, packed,
                               C::per_elem == 1 ? pitch : kAlongPitch, y + c / C::per_elem * row_pitch_,
-                              row_pitch_, sums, columns_);
+                              row_pitch_, sums, columns_, next);
     }
   }
 
@@ -581,9 +644,9 @@ class BackwardKernel {
   void write_block(int64_t head, const Block& block, int64_t b, Scratch& s) const {
     const T scale = static_cast<T>(p_.scale);
     for (int64_t m = 0; m < block.rows; ++m) {
-      T *content = s.dq_content + m * columns_, *du = s.sums.du, *dv_bias = s.sums.dv_bias;
+      T *content = s.q.dq_content + m * columns_, *du = s.sums.du, *dv_bias = s.sums.dv_bias;
       for (int64_t d = 0; d < columns_; d += kLanes<T>) {
-        const Vec<T> x = load(content + d) * scale, y = load(s.dq_position + m * columns_ + d) * scale;
+        const Vec<T> x = load(content + d) * scale, y = load(s.q.dq_position + m * columns_ + d) * scale;
         store(du + d, load(du + d) + x);
         store(dv_bias + d, load(dv_bias + d) + y);
         store(content + d, x + y);
@@ -593,21 +656,26 @@ class BackwardKernel {
     }
   }
 
-  void write_keys(int64_t b, int64_t h, const Sums& sums) const {
-    write_rows(t_.dk, b, h, sums.dk, static_cast<T>(kLn2));
-    write_rows(t_.dv, b, h, sums.dv, T{1});
+  void write_keys(int64_t b, int64_t h, Range span, const Sums& sums) const {
+    write_rows(t_.dk, b, h, span, sums.dk, static_cast<T>(kLn2));
+    write_rows(t_.dv, b, h, span, sums.dv, T{1});
   }
-  void write_rows(const View& to, int64_t b, int64_t h, const T* sums, T factor) const {
-    for (int64_t j = 0; j < p_.K; ++j) {
+  void write_rows(const View& to, int64_t b, int64_t h, Range span, const T* sums, T factor) const {
+    for (int64_t j = span.lo; j < min(span.hi, p_.K); ++j) {
       S* row = to.at<S>(b, h, j);
-      for (int64_t d = 0; d < p_.D; ++d) store_as(row + d, sums[j * columns_ + d] * factor);
+      for (int64_t d = 0; d < p_.D; ++d) store_as(row + d, sums[(j - span.lo) * columns_ + d] * factor);
     }
   }
 
   // The shares of one head and batch entry, in order.
   void sum_shares(const Task* task) const {
-    for (int64_t share = 1; share < shares_; ++share) add(task[share].sums, task[0].sums);
-    write_keys(task->batch_from, task->head, task->sums);
+    const Sums& total = task->sums;
+    for (int64_t share = 1; share < shares_; ++share) {
+      const Sums& sums = task[share].sums;
+      add(sums.dk, total.dk, keys_ * columns_), add(sums.dv, total.dv, keys_ * columns_);
+      add(sums.dr, total.dr, rest_elements());
+    }
+    write_keys(task->batch_from, task->head, {0, keys_}, total);
   }
 
   // Rows [from, to) of dr of one head: the band columns that use them (the end rows are used by all columns
@@ -645,7 +713,7 @@ class BackwardKernel {
   const Problem p_;
   const Backward& t_;
   const Pool& pool_;
-  const int64_t depth_, pitch_, columns_, row_pitch_, keys_, blocks_;
+  const int64_t depth_, pitch_, columns_, row_pitch_, keys_, span_keys_, blocks_;
   const BandColumns<C> band_;
   const int64_t band_columns_;
   const int64_t batch_shares_, shares_;

@@ -28,9 +28,14 @@ struct BandColumns {
     used = {max(p.r_zero - p.left, reached.lo), min(p.r_zero + p.right + 1, reached.hi)};
     const int64_t slack = kWidth + block_rows;  // invisible corners of tiles that hold something visible
     first = max(max(used.lo, 0) - slack, reached.lo);
+    // Blocks of so many rows, one behind another, then need no more columns than they have to.
+    first = floor_to(first - p.band(block_rows - 1, 0), kWidth) + p.band(block_rows - 1, 0);
     const int64_t last = min(min(used.hi, p.N) - 1 + slack, p.band(0, round_up(p.K, kWidth) - 1));
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
+
+  // Whether some distance that a query sees is clamped to the first row of r, or (side 1) to the last.
+  bool uses_far(const Problem& p, int side) const { return side ? used.hi >= p.N : used.lo <= 0; }
 
   // The row of r of a packed column; null where nobody looks.
   template <class S>
@@ -132,13 +137,15 @@ class BandWindow {
              const Elem* qv, int64_t ldq, int64_t depth) {
     block_ = &block, columns_ = &columns, qv_ = qv, ldq_ = ldq, depth_ = depth;
     start_ = end_ = 0;
-    memset(far_, 0, 2 * kBlockRows * kFarPitch * sizeof(T));
     const int64_t piece = kTiled<C> ? depth : piece_of(depth);
-    for (int side = 0; side < 2; ++side)
+    for (int side = 0; side < 2; ++side) {
+      if (!columns.uses_far(block.p, side)) continue;
+      T* far = far_ + side * kBlockRows * kFarPitch;
+      memset(far, 0, kBlockRows * kFarPitch * sizeof(T));
       for (int64_t k = 0; k < depth; k += piece)
         add_product<C, A::rows>(block.rows, kFarPitch, min(depth - k, piece), qv + k, ldq,
-                                (side ? far_right : far_left) + k * kFarElems, kFarElems,
-                                far_ + side * kBlockRows * kFarPitch, kFarPitch);
+                                (side ? far_right : far_left) + k * kFarElems, kFarElems, far, kFarPitch);
+    }
   }
 
   // Makes the columns of the tiles [lo, hi) present; keys come in growing order. panel(c): the packed panel
