@@ -195,7 +195,8 @@ class BackwardKernel {
   }
 
  private:
-  static constexpr int64_t kTasks = 32, kTasksPerThread = 4, kShareBytes = 16 << 20, kReduceRows = 256;
+  static constexpr int64_t kTasks = 32, kFewTasks = 8, kTasksPerThread = 4, kReduceRows = 256;
+  static constexpr int64_t kShareBlocks = 4, kShareBytes = 16 << 20;
   static constexpr int64_t kTaskPairs = 1 << 14;  // of a query and a key: few would not be worth packing r
 
   // Into how many tasks the batch entries of one head are split.
@@ -209,8 +210,11 @@ class BackwardKernel {
   int64_t query_shares() const {
     if (batch_shares_ < p_.B) return 1;  // enough tasks, or too little work for more
     const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * 2 * keys_ * columns_;
-    const int64_t wanted = min((kTasks + p_.H * batch_shares_ - 1) / (p_.H * batch_shares_), blocks_);
-    return max(1, min(wanted, kShareBytes / pair_bytes));
+    const int64_t units = p_.H * batch_shares_;
+    const auto shares_for = [&](int64_t tasks) { return (tasks + units - 1) / units; };
+    // To sum up many small ones takes a good part of their time, so only few of these.
+    const int64_t wanted = max(min(shares_for(kTasks), blocks_ / kShareBlocks), shares_for(kFewTasks));
+    return max(1, min(min(wanted, blocks_), kShareBytes / pair_bytes));
   }
 
   int64_t rest_elements() const { return (band_columns_ + 4) * columns_; }
