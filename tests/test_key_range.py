@@ -58,9 +58,9 @@ def test_every_kind_of_range(backend, dtype, L, options):
 
 
 @pytest.mark.parametrize("options", [{}, dict(window_size=(90, 0)), dict(causal=False)], ids=str)
-@pytest.mark.parametrize("backend, dtype", each_dtype())
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith("cpu")])
 def test_ranges_of_a_long_memory(backend, dtype, options):
-    """The CPU's tiles take keys 512 at a time: ranges in one such span, in two, in three, and none."""
+    """AMX's tiles take keys 512 at a time: ranges in one such span, in two, in three, and none."""
     ranges = key_range((0, 1300), (530, 1290), (1030, 1100), (0, 500), (700, 700), device=backend.device)
     causal = options.get("causal", True)
     sizes = dict(B=len(ranges), H=1, L=70, K=1300, D=32)
