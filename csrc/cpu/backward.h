@@ -108,7 +108,7 @@ class BackwardKernel {
   // One task: some batch entries of one head, and one share of their queries or all of them in turn.
   struct Task {
     int64_t head, batch_from, batch_to, share_from, share_to;
-    Sums sums;  // no dk and dv if it takes all shares: they are written entry by entry
+    Sums sums;  // no dk and dv if it takes all shares: they are written span by span
   };
 
   // What a block of queries keeps from one span of keys to the next.
