@@ -157,13 +157,13 @@ class BackwardKernel {
     const auto arrays = [&](Scratch& s, auto visit) { scratch_arrays(s, visit); };
     Array<Task> task(tasks);
     Array<Scratch> scratch(min(pool_.threads, tasks));
-    Arena arena(static_cast<size_t>(tasks) * (Arena::bytes<T>(rest_elements()) +
-                                              Arena::bytes<T>(together_ ? 0 : 2 * keys_ * columns_)) +
+    const int64_t own_keys = together_ ? 0 : keys_elements(keys_);
+    Arena arena(static_cast<size_t>(tasks) * (Arena::bytes<T>(rest_elements()) + Arena::bytes<T>(own_keys)) +
                 static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(arrays));
     for (int64_t i = 0; i < tasks; ++i) {
       const int64_t unit = i / parts, part = unit % batch_shares_;
       T* rest = arena.take<T>(rest_elements());
-      T* keys = arena.take<T>(together_ ? 0 : 2 * keys_ * columns_);
+      T* keys = arena.take<T>(own_keys);
       task[i] = {unit / batch_shares_,
                  p_.B * part / batch_shares_,
                  p_.B * (part + 1) / batch_shares_,
@@ -209,7 +209,7 @@ class BackwardKernel {
   // all shares (which packs the keys once, and needs the memory of two shares per thread) or each its own.
   int64_t query_shares() const {
     if (batch_shares_ < p_.B) return 1;  // enough tasks, or too little work for more
-    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * 2 * keys_ * columns_;
+    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements(keys_);
     const int64_t units = p_.H * batch_shares_;
     const auto shares_for = [&](int64_t tasks) { return (tasks + units - 1) / units; };
     // To sum up many small ones takes a good part of their time, so only few of these.
@@ -217,10 +217,11 @@ class BackwardKernel {
     return max(1, min(min(wanted, blocks_), kShareBytes / pair_bytes));
   }
 
+  int64_t keys_elements(int64_t keys) const { return 2 * keys * columns_; }
   int64_t rest_elements() const { return (band_columns_ + 4) * columns_; }
-  Sums sums_in(T* keys, int64_t count, T* rest) const {
+  Sums sums_in(T* dk, int64_t keys, T* rest) const {
     T* ends = rest + band_columns_ * columns_;
-    return {keys, keys + count * columns_, rest, ends, ends + 2 * columns_, ends + 3 * columns_};
+    return {dk, dk + keys * columns_, rest, ends, ends + 2 * columns_, ends + 3 * columns_};
   }
 
   // The arrays of a Scratch, in one list: `visit(pointer, elements)`.
@@ -233,11 +234,11 @@ class BackwardKernel {
     visit(s.r_rows, band_columns_ / C::per_elem * row_pitch_);
     visit(s.far[0], kLanes<Elem> * pitch_), visit(s.far[1], kLanes<Elem> * pitch_);
     visit(s.r_far, 2 * columns_);
-    visit(s.keys, together_ ? 2 * span_keys_ * columns_ : 0);
-    visit(s.share_keys, later ? 2 * span_keys_ * columns_ : 0);
-    visit(s.share_rest, (one_span() ? min(later, 1) : later) * rest_elements());
+    visit(s.keys, together_ ? keys_elements(span_keys_) : 0);
+    visit(s.share_keys, later ? keys_elements(span_keys_) : 0);
+    visit(s.share_rest, kept(later) * rest_elements());
     const int64_t most_blocks = together_ ? blocks_ : (blocks_ + shares_ - 1) / shares_;
-    query_arrays(s.first, [&](auto*& p, int64_t count) { visit(p, (one_span() ? 1 : most_blocks) * count); });
+    query_arrays(s.first, [&](auto*& p, int64_t count) { visit(p, kept(most_blocks) * count); });
     visit(s.rows, rows * columns_);
     visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? rows * kWidth : 0);
     visit(s.prob, rows * kPitch), visit(s.dropped, p_.dropout_p > 0 ? rows * kPitch : 0),
@@ -257,7 +258,10 @@ class BackwardKernel {
     visit(q.dq_content, rows * columns_), visit(q.dq_position, rows * columns_);
   }
 
-  bool one_span() const { return span_keys_ == keys_; }
+  // How many of n one by one are kept until the last span, and where the i-th is: one takes the place of the
+  // other where the first span is the last.
+  int64_t kept(int64_t n) const { return span_keys_ == keys_ ? min(n, 1) : n; }
+  int64_t place(int64_t i) const { return span_keys_ == keys_ ? 0 : i; }
 
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
   bool run_task(const Task& task, Scratch& s) const {
@@ -277,8 +281,7 @@ class BackwardKernel {
 
   // All of the task's queries of one batch entry with one span of keys.
   bool run_span(const Task& task, int64_t b, Range span, Scratch& s, Vec<T>& poison) const {
-    const bool first_span = span.lo == 0, last_span = span.hi == keys_;
-    const int64_t count = (span.hi - span.lo) * columns_;
+    const int64_t keys = span.hi - span.lo;
     const Range exist = p_.keys_of_batch(b);
     s.first_key = span.lo;
     pack_keys(task.head, b, keys_of_queries(p_, exist, 0, p_.L - 1), span, s, poison);
@@ -287,28 +290,28 @@ class BackwardKernel {
       total = sums_in(s.keys, span_keys_, task.sums.dr);
     else
       total.dk += span.lo * columns_, total.dv += span.lo * columns_;
-    zero(total.dk, count), zero(total.dv, count);
+    zero_keys(total, keys);
     const int64_t first_block = blocks_ * task.share_from / shares_;
     for (int64_t share = task.share_from; share < task.share_to; ++share) {
-      const bool first = share == task.share_from;
-      const int64_t place = one_span() || first ? 0 : share - task.share_from - 1;
-      s.sums = first ? total : sums_in(s.share_keys, span_keys_, s.share_rest + place * rest_elements());
-      if (!first) zero(s.sums.dk, count), zero(s.sums.dv, count);
-      if (!first && first_span) zero(s.sums.dr, rest_elements());
+      const int64_t later = share - task.share_from;
+      s.sums = total;
+      if (later) {
+        s.sums = sums_in(s.share_keys, span_keys_, s.share_rest + place(later - 1) * rest_elements());
+        zero_keys(s.sums, keys);
+        if (span.lo == 0) zero(s.sums.dr, rest_elements());
+      }
       Vec<T> share_poison = poison;
       for (int64_t block = blocks_ * share / shares_; block < blocks_ * (share + 1) / shares_; ++block) {
         const int64_t i0 = start_of_block(block), i1 = start_of_block(block + 1);
         s.q = s.first;
-        if (!one_span())
-          query_arrays(s.q, [&](auto*& p, int64_t elements) { p += (block - first_block) * elements; });
+        query_arrays(s.q, [&](auto*& p, int64_t count) { p += place(block - first_block) * count; });
         if (!run_block(task.head, Block(p_, exist, i0, static_cast<int>(i1 - i0)), b, span, s, share_poison))
           return false;
       }
-      if (first) continue;
-      add(s.sums.dk, total.dk, count), add(s.sums.dv, total.dv, count);
-      if (last_span) add(s.sums.dr, total.dr, rest_elements());
+      if (later) add_keys(s.sums, total, keys);
+      if (later && span.hi == keys_) add(s.sums.dr, total.dr, rest_elements());
     }
-    if (kTiled<C>) turn_back(total.dk, span.hi - span.lo, s), turn_back(total.dv, span.hi - span.lo, s);
+    if (kTiled<C>) turn_back(total.dk, keys, s), turn_back(total.dv, keys, s);
     if (together_) write_keys(b, task.head, span, total);
     return true;
   }
@@ -342,6 +345,12 @@ class BackwardKernel {
 
   static void add(const T* x, T* sum, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
+  }
+  void zero_keys(const Sums& sums, int64_t keys) const {
+    zero(sums.dk, keys * columns_), zero(sums.dv, keys * columns_);
+  }
+  void add_keys(const Sums& from, const Sums& to, int64_t keys) const {
+    add(from.dk, to.dk, keys * columns_), add(from.dv, to.dv, keys * columns_);
   }
 
   void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
@@ -676,7 +685,7 @@ class BackwardKernel {
     const Sums& total = task->sums;
     for (int64_t share = 1; share < shares_; ++share) {
       const Sums& sums = task[share].sums;
-      add(sums.dk, total.dk, keys_ * columns_), add(sums.dv, total.dv, keys_ * columns_);
+      add_keys(sums, total, keys_);
       add(sums.dr, total.dr, rest_elements());
     }
     write_keys(task->batch_from, task->head, {0, keys_}, total);

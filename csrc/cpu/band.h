@@ -29,7 +29,8 @@ struct BandColumns {
     const int64_t slack = kWidth + block_rows;  // invisible corners of tiles that hold something visible
     first = max(max(used.lo, 0) - slack, reached.lo);
     // Blocks of so many rows, one behind another, then need no more columns than they have to.
-    first = floor_to(first - p.band(block_rows - 1, 0), kWidth) + p.band(block_rows - 1, 0);
+    const int64_t needed = p.band(block_rows - 1, 0);
+    first = needed + floor_to(first - needed, kWidth);
     const int64_t last = min(min(used.hi, p.N) - 1 + slack, p.band(0, round_up(p.K, kWidth) - 1));
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
