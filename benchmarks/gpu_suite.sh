@@ -198,6 +198,10 @@ first_tests() {
     TXL_CUDA_WARPGROUPS=0 run_tests tests-mma 75 -k "cuda and not float32 and not test_large" \
       tests/test_triton_gpu.py tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py \
       tests/test_dropout.py
+    # dk and dv by wgmma, which are not by default.
+    TXL_CUDA_BACKWARD_WARPGROUPS=1 run_tests tests-wgmma-backward 75 -k "cuda and not float32 and not test_large" \
+      tests/test_rel_attn_grad.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py tests/test_dropout.py \
+      tests/test_determinism.py
   else
     say "without sm_90 or kernels for it: forward was by mma.sync"
   fi
@@ -237,6 +241,8 @@ run_benchmarks() {
     return
   fi
   bench must_reach 300 "$python" benchmarks/must_reach.py --device cuda
+  TXL_CUDA_BACKWARD_WARPGROUPS=1 bench must_reach-wgmma-backward 60 \
+    "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ train"
   bench attention-d64 120 "${attention[@]}"
   for batch in 1 64; do
     bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch

@@ -105,7 +105,8 @@ void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Optional
                    OptionalTensor bias_v, OptionalTensor key_range, OptionalTensor dropout_seed, Tensor out,
                    Tensor lse, bool causal, int64_t window_left, int64_t window_right, int64_t r_zero,
                    double scale, double dropout_p, Tensor dq, Tensor dk, Tensor dv, Tensor dr,
-                   OptionalTensor du, OptionalTensor dv_bias, int64_t budget, int64_t stream) {
+                   OptionalTensor du, OptionalTensor dv_bias, int64_t budget, bool warpgroups,
+                   int64_t stream) {
   Tensors tensors(q);
   txl::Problem p =
       txl::problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p);
@@ -119,7 +120,7 @@ void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Optional
   Tensor workspace =
       torch::stable::new_empty(q, {txl::cuda::backward_workspace(dtype_of(q), p, budget)}, ScalarType::Float);
   check(txl::cuda::backward(dtype_of(q), p, t, tensors.pointer<const int64_t>(dropout_seed, "dropout_seed"),
-                            tensors.pointer<float>(workspace, "workspace"), budget,
+                            tensors.pointer<float>(workspace, "workspace"), budget, warpgroups,
                             reinterpret_cast<void*>(stream)),
         "backward");
 }
@@ -133,7 +134,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
       "cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
       ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
   m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
-        ", int budget, int stream) -> ()");
+        ", int budget, bool warpgroups, int stream) -> ()");
   m.def("cuda_targets() -> str");
 }
 

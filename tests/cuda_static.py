@@ -47,7 +47,7 @@ SPILLS = {64: 40, 96: 80, 128: 32, 256: 32}
 
 def may_spill(kernel: str) -> int:
     """Bytes per thread, none of them in near loops."""
-    match = re.match(r"DkDvKernel<(?:b?f16|float), (\d+), ", kernel)
+    match = re.match(r"DkDvKernel<\w+<(?:b?f16|float), (\d+)[,>]", kernel)
     return SPILLS.get(int(match[1]), 0) if match else 0
 
 
@@ -106,11 +106,12 @@ for L in (1, 20, 70):
             k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1
         )
         out.sum().backward()
-cuda.WARPGROUPS = True
+cuda.WARPGROUPS = cuda.BACKWARD_WARPGROUPS = True
 for p in (0.0, 0.5):
-    txl_kernels.rel_attention(
+    out = txl_kernels.rel_attention(
         k[:, :, :20], k[:, :, :99], k[:, :, :99], k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1
     )
+    out.sum().backward()
 """
         subprocess.run([sys.executable, "-c", script], env=environment, check=True)
         lines = [line.split("|") for line in trace.read_text().splitlines()]
@@ -190,7 +191,8 @@ float16's kernels are bfloat16's with other names of instructions.
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
   Forward's are its block of queries and that: `ForwardBlock` (its last number: warps) or, for sm_90a,
-  `WarpgroupBlock`, whose products have 64 rows, not 16.
+  `WarpgroupBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
+  whether keys are held) or `WarpgroupKeyBlock`.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

@@ -110,14 +110,20 @@ def test_against_the_reference(case, dtype):
 
 @emulated
 @pytest.mark.parametrize("dtype", [bf16, f16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", [c for c in CASES if c["D"] <= 128 and c["L"] > 16], ids=name_of)
-def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
+@pytest.mark.parametrize("case", [c for c in CASES if c["D"] <= 128], ids=name_of)
+def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setattr(cuda, "BACKWARD_WARPGROUPS", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
-    check_case(case, dtype, backward=False)
+    D, forward = case["D"], case["L"] > 16
+    backward = 32 < D <= 64 or 96 < D <= 128
+    check_case(case, dtype, backward=backward)
     ran = (tmp_path / "trace").read_text().splitlines()
-    assert all("WarpgroupBlock" in line or "MergeKernel" in line for line in ran)
-    assert (boxes(ran) > 0) == (case["D"] % 8 == 0)
+    blocks = [line for line in ran if "ForwardKernel" in line or "DkDvKernel" in line]
+    assert sum("WarpgroupBlock" in line for line in blocks) == forward
+    assert sum("WarpgroupKeyBlock" in line for line in blocks) == backward
+    assert len(blocks) == 1 + backward
+    assert (boxes(ran) > 0) == (forward and D % 8 == 0)
 
 
 @emulated
@@ -131,9 +137,14 @@ def test_forward_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     ids=["plain", "clamped", "dropped"],
 )
 @pytest.mark.parametrize(
-    "dtype, D", [(bf16, 64), (f16, 200), (f32, 50)], ids=["bfloat16", "float16", "float32"]
+    "dtype, D, warpgroups",
+    [(bf16, 64, False), (f16, 200, False), (f32, 50, False), (bf16, 64, True), (f16, 128, True)],
+    ids=["bfloat16", "float16", "float32", "bfloat16 by warpgroups", "float16 by warpgroups"],
 )
-def test_the_gradient_of_scores_in_parts(monkeypatch, tmp_path, options, dtype, D):
+def test_the_gradient_of_scores_in_parts(monkeypatch, tmp_path, options, dtype, D, warpgroups):
+    if warpgroups and not options:
+        pytest.skip("the other options have all of it")
+    monkeypatch.setattr(cuda, "BACKWARD_WARPGROUPS", warpgroups)
     options = dict(options)
     if "key_range" in options:
         options["key_range"] = key_range(*options["key_range"])
@@ -266,7 +277,12 @@ torch.save(got, sys.argv[1])
         path = tmp_path / "-".join(("bits", *environment.values()))
         subprocess.run(
             [sys.executable, "-c", script, path],
-            env={**os.environ, "TXL_CUDA_WARPGROUPS": warpgroups, **environment},
+            env={
+                **os.environ,
+                "TXL_CUDA_WARPGROUPS": warpgroups,
+                "TXL_CUDA_BACKWARD_WARPGROUPS": warpgroups,
+                **environment,
+            },
             cwd=ROOT,
             check=True,
         )

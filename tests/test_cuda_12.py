@@ -67,8 +67,11 @@ def folder_of(part: str) -> Path:
 def kernels(element: str, head: int, ptx: str) -> list[str]:
     """Those that csrc/cuda/kernels.cu launches, or warpgroup_kernels.cu."""
     if ptx != cuda_build.PTX:
-        block = f"WarpgroupBlock<{element}, {head}>"
-        return [f"ForwardKernel<{block}, {dropout}>" for dropout in ("false", "true")]
+        return [
+            f"{kernel}<{block}<{element}, {head}>, {dropout}>"
+            for kernel, block in (("ForwardKernel", "WarpgroupBlock"), ("DkDvKernel", "WarpgroupKeyBlock"))
+            for dropout in ("false", "true")
+        ]
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>"]
     found += [f"SumKernel<{element}, {elements}>" for elements in (8, 128)]
     found += [f"BackwardOf<{element}, {head}, false>::{name}" for name in ("Dq", "Dr")]
@@ -100,7 +103,7 @@ def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
         assert getattr(nvrtc, f"nvrtcGet{of}")(program, buffer) == 0
         return buffer.value
 
-    headers = ("backward.h", "forward.h", "warpgroup_block.h")
+    headers = ("backward.h", "forward.h", "warpgroup_block.h", "warpgroup_key_block.h")
     source = "".join(f'#include "{name}"\n' for name in headers) + "using namespace txl::cuda;\n"
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     try:

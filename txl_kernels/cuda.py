@@ -5,6 +5,8 @@ backend serves tensors on the CPU, slowly, every access to memory checked.
 
 On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
 than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
+TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: dk and dv, too, if D is 33 to 64 or 97 to 128.
+That has not been timed, so it is off.
 
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
 time as gpu.slope_bytes allows.
@@ -26,6 +28,7 @@ NAME = "cuda"
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 # Emulated, both ways are to be tested, and mma.sync's is most of the code.
 WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS", "0" if _EMULATION else "1") != "0"
+BACKWARD_WARPGROUPS = os.environ.get("TXL_CUDA_BACKWARD_WARPGROUPS", "0") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
@@ -125,5 +128,5 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with gpu.current(device):
-        bound = gpu.slope_bytes(device)
-        return run_backward(op, dout, inputs, out, lse, options, bound, _stream(device))
+        bound, warpgroups = gpu.slope_bytes(device), BACKWARD_WARPGROUPS and has_warpgroups(device)
+        return run_backward(op, dout, inputs, out, lse, options, bound, warpgroups, _stream(device))

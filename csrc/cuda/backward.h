@@ -29,7 +29,9 @@ template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
-  using DkDv = DkDvKernel<E, kHead, (kWide ? 32 : 64), kNarrow, kDropout>;
+  static constexpr int kKeys = kWide ? 32 : 64;
+  using Keys = KeyBlock<E, kHead, kKeys, (kNarrow && is_half<E> ? kKeys : 32), 4, kNarrow>;
+  using DkDv = DkDvKernel<Keys, kDropout>;
   // float32, split into two, leaves fewer registers.
   using Dq = DqKernel<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>;
   using Dr = DrKernel<E, kHead, (kWide ? 32 : 64)>;
@@ -41,15 +43,29 @@ struct BackwardOf {
                 "sm_80 has it; txl_kernels/cuda.py refuses GPUs that have less");
 };
 
+// Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
+template <typename E, int kHead>
+struct WarpgroupBackward {
+  static int dk_dv(const BackwardParams& params, void* stream);
+};
+#if defined(TXL_WARPGROUPS)
+template <typename E, int kHead>
+constexpr bool kWarpgroupBackward = is_half<E> && (kHead == 64 || kHead == 128);
+#else
+template <typename, int>
+constexpr bool kWarpgroupBackward = false;
+#endif
+
 template <typename T>
 struct Type {
   using type = T;
 };
 
-// workspace: aligned to 16 bytes. budget: of dS, in bytes. Every size but the batch is at least 1.
+// workspace: aligned to 16 bytes. budget: of dS, in bytes. warpgroups: as of txl::cuda::backward. Every size
+// but the batch is at least 1.
 template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                    int64_t budget, void* stream) {
+                    int64_t budget, bool warpgroups, void* stream) {
   BackwardParams params{p,
                         t,
                         dropout_seed,
@@ -80,7 +96,10 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
     start(Type<PrepareKernel<E, kHead>>{}, params, 0);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;
-      start(Type<DkDv>{}, params, DkDv::kSharedBytes);
+      if (!kWarpgroupBackward<E, kHead> || !warpgroups) start(Type<DkDv>{}, params, DkDv::kSharedBytes);
+      if constexpr (kWarpgroupBackward<E, kHead>) {
+        if (warpgroups && !error) error = WarpgroupBackward<E, kHead>::dk_dv(params, stream);
+      }
       start(Type<Dq>{}, params, Dq::kSharedBytes);
       const int64_t width = 2 * (p.D + 1);
       if (params.clamps)
@@ -88,7 +107,9 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
             width, width, View{w.clamped, 0, width, 0}, 1);
       start(Type<Dr>{}, params, Dr::kSharedBytes);
     });
-    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, DkDv::parts(params), p.D, p.D, t.du, p.scale);
+    const int64_t of_keys =
+        kWarpgroupBackward<E, kHead> && warpgroups ? div_up(p.K, kWarpgroupKeys) : DkDv::parts(params);
+    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, of_keys, p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
       sum(Sum{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);
     if (!w.whole_dr) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);

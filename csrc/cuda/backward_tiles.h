@@ -21,8 +21,6 @@ struct alignas(16) Statistics {
   float lse, delta, first, last;
 };
 
-TXL_HD int64_t div_up(int64_t x, int64_t n) { return (x + n - 1) / n; }
-
 // dS of a part of the problem lies in memory, between the kernel that makes it and those that sum it up: of
 // some heads, or if one head's is too much, of some of its queries. A part of the problem:
 struct Chunk {
@@ -157,6 +155,9 @@ struct BackwardParams {
   }
 };
 
+// Of a block of dk and dv's kernel by warpgroups.
+constexpr int kWarpgroupKeys = 128;
+
 // ---- Products ----
 
 // exp2 of a score less its query's lse, which is at least as large: of huge ones the rounding errors are
@@ -168,9 +169,8 @@ TXL_DEVICE float finite(float x) { return x - x == 0 ? x : 0.0f; }
 // acc += a rows for 16 rows from `row` on, and the channels from `channel` on. kFinite: zeros stand for what
 // is not finite, as a pair that is not seen has dS 0, but 0 * NaN is NaN. What a pair that is seen multiplies
 // its dS with is not missed: its lse, and so dS itself, is NaN.
-template <bool kFinite, typename E, int kHead, int kTiles>
-TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Rows<E, kHead> rows, int row,
-                         int channel) {
+template <bool kFinite, typename E, int kTiles, typename Tile>
+TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Tile rows, int row, int channel) {
   const int l = opaque(lane());
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; d += 2) {
@@ -193,71 +193,6 @@ TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&
                     acc[d][2 * y + 1] * factor);
 }
 
-// ---- Tiles whose columns are queries ----
-//
-// Of the transposed tiles of dk, dv and dr a lane holds, for n8 tile n, element x: query 8 n + 2 (lane % 4)
-// + x % 2, row lane / 4 + 8 (x / 2) of the warp's 16. The band that their scores start from was computed the
-// other way round, 16 queries at a time, and is read where each query has moved.
-
-template <int BM, int BN>
-struct BandOfTile {
-  static constexpr int kColumns = 16 + BN;
-  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice.
-  static constexpr int kPitch = kColumns + 8;
-  static constexpr uint32_t kBytes = BM * kPitch * 4;
-  static_assert(kColumns % 16 == 0, "8 words of padding, of 16 bits for every 16th key");
-
-  uint32_t address;
-
-  // kParts warps share out the columns of 16 queries by twos of n8 tiles, and if one more is left for each,
-  // by ones: where a part has its n8 tile n. No two cross a multiple of 16.
-  template <int kParts>
-  static constexpr int kTiles = kColumns / 8 / kParts;
-  template <int kParts>
-  static TXL_DEVICE int column(int part, int n) {
-    const bool alone = n == kTiles<kParts> - 1 && n % 2 == 0;
-    return n / 2 * 16 * kParts + (alone ? 8 : 16) * part + n % 2 * 8;
-  }
-
-  template <int kParts>
-  TXL_DEVICE void write(const float (&x)[kTiles<kParts>][4], int query, int part) {
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kTiles<kParts>; ++n)
-      for (int y = 0; y < 2; ++y)
-        store_shared(at(query + lane() / 4 + 8 * y, column<kParts>(part, n) + lane() % 4 * 2),
-                     float2{x[n][2 * y], x[n][2 * y + 1]});
-  }
-
-  // kStep -1: row m of query y is column 15 - y % 16 + m; +1: column y % 16 + m.
-  template <int kStep>
-  TXL_DEVICE float read(int n, int x, int row) const {
-    const int query = 8 * n + x % 2, moved = (kStep < 0 ? 15 : 0) + kStep * (query % 16);
-    const uint32_t of_lane = at(lane() % 4 * 2, row + lane() / 4 + kStep * (lane() % 4 * 2));
-    return load_shared<float>(of_lane + static_cast<uint32_t>(query * kPitch + moved + x / 2 * 8) * 4);
-  }
-
-  // Which pairs dropout keeps lies behind a query's columns: 16 bits for each of 16 neighbouring keys.
-  TXL_DEVICE void write_kept(int query, int key, uint32_t kept) {
-    store_shared(at(query, kColumns) + static_cast<uint32_t>(key) * 2, static_cast<uint16_t>(kept));
-  }
-  TXL_DEVICE uint32_t kept(int query, int key) const {
-    return load_shared<uint16_t>(at(query, kColumns) + static_cast<uint32_t>(key) * 2);
-  }
-
- private:
-  TXL_DEVICE uint32_t at(int query, int column) const {
-    return address + static_cast<uint32_t>(query * kPitch + column) * 4;
-  }
-};
-
-// Starts to copy what is known of BM queries from i0 on.
-template <int BM>
-TXL_DEVICE void copy_statistics(uint32_t to, const Statistics* queries, int i0, int64_t L) {
-  if (thread_index() >= BM) return;
-  const int64_t i = i0 + thread_index();
-  copy_async_16(to + static_cast<uint32_t>(thread_index()) * 16, queries + (i < L ? i : 0), i < L);
-}
-
 // ---- The kernel that runs first: the workspace's rows of queries ----
 
 template <typename E, int kHead>
@@ -269,7 +204,7 @@ struct PrepareKernel {
   static constexpr int kPieces = kUsed <= 4 ? 4 : kUsed <= 8 ? 8 : kUsed <= 16 ? 16 : 32;
   static constexpr int kQueries = kThreads / kPieces;
 
-  static int64_t blocks(const Params& x) { return (x.p.B * x.p.H * x.p.L + kQueries - 1) / kQueries; }
+  static int64_t blocks(const Params& x) { return div_up(x.p.B * x.p.H * x.p.L, kQueries); }
 
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
@@ -330,10 +265,10 @@ struct SumKernel {
   static constexpr int kThreads = 128, kShares = kThreads / kElements;
   static constexpr uint32_t kSharedBytes = kThreads * 4;
 
-  static int64_t blocks(const Params& x) { return (x.width + kElements - 1) / kElements * x.H; }
+  static int64_t blocks(const Params& x) { return div_up(x.width, kElements) * x.H; }
 
   static TXL_DEVICE void run(const Params& x) {
-    const int64_t groups = (x.width + kElements - 1) / kElements, h = block_index() / groups;
+    const int64_t groups = div_up(x.width, kElements), h = block_index() / groups;
     const int64_t w = block_index() % groups * kElements + thread_index() % kElements;
     float sum = 0;
     if (w < x.width)

@@ -22,9 +22,9 @@ int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* drop
             float* parts, bool warpgroups, void* stream);
 
 // budget: bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks). workspace: as many
-// float32 as backward_workspace says.
+// float32 as backward_workspace says. warpgroups: as above.
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             int64_t budget, void* stream);
+             int64_t budget, bool warpgroups, void* stream);
 int64_t backward_workspace(DType dtype, const Problem& p, int64_t budget);
 
 std::string error_text(int error);
@@ -36,7 +36,7 @@ struct Kernels {
   static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
                      float* parts, bool warpgroups, void* stream);
   static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                      int64_t budget, void* stream);
+                      int64_t budget, bool warpgroups, void* stream);
   static int64_t backward_workspace(const Problem& p, int64_t budget);
 };
 

@@ -201,29 +201,26 @@ TXL_DEVICE void warpgroup_wait() {
 // Starts d[64, 8 kTiles] = a[64, 16] b[16, 8 kTiles], kAdd: += of it. Each warp has 16 rows of d and of a, in
 // the places of mma_half; until the product has been waited for, both are the tensor cores'. b is read from
 // shared memory, from where a descriptor says (tiles.h: Panels); kTransposed: it lies there by rows.
-template <typename E, bool kTransposed, bool kAdd, int kTiles>
-TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(is_half<E> && (kTiles == 8 || kTiles == 16), "bf16 or f16; 64 or 128 columns");
 #define TXL_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define TXL_D8(n) \
-  TXL_D(n), TXL_D(n + 1), TXL_D(n + 2), TXL_D(n + 3), TXL_D(n + 4), TXL_D(n + 5), TXL_D(n + 6), TXL_D(n + 7)
-#define TXL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kTransposed)
-#define TXL_D32                                                                 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
-  "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TXL_D4(n) TXL_D(n), TXL_D(n + 1), TXL_D(n + 2), TXL_D(n + 3)
+#define TXL_D16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TXL_D32 TXL_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TXL_D64                                                                             \
   TXL_D32                                                                                   \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TXL_WGMMA_64(type)                                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" TXL_D32 \
-               "}, {%32, %33, %34, %35}, %36, %37, 1, 1, %38;"                          \
-               : TXL_D8(0)                                                              \
+#define TXL_WGMMA(columns, type) "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " "
+template <typename E, bool kTransposed, bool kAdd, int kTiles>
+TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(is_half<E> && (kTiles == 8 || kTiles == 16), "bf16 or f16; 64 or 128 columns");
+#define TXL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kTransposed)
+#define TXL_WGMMA_64(type)                                                                   \
+  asm volatile(TXL_WGMMA("64", type) TXL_D32 "}, {%32, %33, %34, %35}, %36, %37, 1, 1, %38;" \
+               : TXL_D4(0), TXL_D4(4)                                                        \
                : TXL_A)
-#define TXL_WGMMA_128(type)                                                              \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" TXL_D64 \
-               "}, {%64, %65, %66, %67}, %68, %69, 1, 1, %70;"                           \
-               : TXL_D8(0), TXL_D8(8)                                                    \
+#define TXL_WGMMA_128(type)                                                                   \
+  asm volatile(TXL_WGMMA("128", type) TXL_D64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1, %70;" \
+               : TXL_D4(0), TXL_D4(4), TXL_D4(8), TXL_D4(12)                                  \
                : TXL_A)
   if constexpr (kTiles == 8) {
     if constexpr (is_bf16<E>)
@@ -236,14 +233,40 @@ TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uin
     else
       TXL_WGMMA_128("f16");
   }
-#undef TXL_D
-#undef TXL_D8
 #undef TXL_A
-#undef TXL_D32
-#undef TXL_D64
 #undef TXL_WGMMA_64
 #undef TXL_WGMMA_128
 }
+// The same, but a lies in shared memory, too, as b does if it is not transposed.
+template <typename E, bool kAdd, int kTiles>
+TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
+  static_assert(is_half<E> && (kTiles == 4 || kTiles == 8), "bf16 or f16; 32 or 64 columns");
+#define TXL_A "l"(a), "l"(b), "n"(kAdd)
+#define TXL_WGMMA_32(type) \
+  asm volatile(TXL_WGMMA("32", type) TXL_D16 "}, %16, %17, %18, 1, 1, 0, 0;" : TXL_D4(0) : TXL_A)
+#define TXL_WGMMA_64(type) \
+  asm volatile(TXL_WGMMA("64", type) TXL_D32 "}, %32, %33, %34, 1, 1, 0, 0;" : TXL_D4(0), TXL_D4(4) : TXL_A)
+  if constexpr (kTiles == 4) {
+    if constexpr (is_bf16<E>)
+      TXL_WGMMA_32("bf16");
+    else
+      TXL_WGMMA_32("f16");
+  } else {
+    if constexpr (is_bf16<E>)
+      TXL_WGMMA_64("bf16");
+    else
+      TXL_WGMMA_64("f16");
+  }
+#undef TXL_A
+#undef TXL_WGMMA_32
+#undef TXL_WGMMA_64
+}
+#undef TXL_D
+#undef TXL_D4
+#undef TXL_D16
+#undef TXL_D32
+#undef TXL_D64
+#undef TXL_WGMMA
 
 // The nearest number of 10 explicit bits (ties away from zero): a float32, whose lower 13 bits are 0.
 TXL_DEVICE uint32_t tf32(float x) {
@@ -460,6 +483,11 @@ template <typename E, bool kTransposed, bool kAdd, int kTiles>
 TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(is_half<E>, "bf16 or f16");
   emulation::warpgroup_mma<is_bf16<E>, kTransposed, kAdd>(d, a, b);
+}
+template <typename E, bool kAdd, int kTiles>
+TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
+  static_assert(is_half<E>, "bf16 or f16");
+  emulation::warpgroup_mma<is_bf16<E>, kAdd>(d, a, b);
 }
 
 template <typename E>

@@ -32,9 +32,9 @@ int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* drop
 }
 
 int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             int64_t budget, void* stream) {
+             int64_t budget, bool warpgroups, void* stream) {
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::backward(p, t, dropout_seed, workspace, budget, stream);
+    return decltype(kernels)::backward(p, t, dropout_seed, workspace, budget, warpgroups, stream);
   });
 }
 

@@ -439,7 +439,7 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
                    bool warpgroups, void* stream) {
-  const int64_t split_keys = ((p.K + splits - 1) / splits + 63) / 64 * 64;
+  const int64_t split_keys = div_up(div_up(p.K, splits), 64) * 64;
   const ForwardParams<Forward> params{p,      t,          dropout_seed, Scales(p),
                                       splits, split_keys, parts,        heads_together(p, sizeof(E))};
   const int error = choose_block<E, kHead>(params, warpgroups, stream);

@@ -13,8 +13,8 @@ int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const int64_t
 
 template <typename E, int kHead>
 int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const int64_t* dropout_seed,
-                                float* workspace, int64_t budget, void* stream) {
-  return launch_backward<E, kHead>(p, t, dropout_seed, workspace, budget, stream);
+                                float* workspace, int64_t budget, bool warpgroups, void* stream) {
+  return launch_backward<E, kHead>(p, t, dropout_seed, workspace, budget, warpgroups, stream);
 }
 
 template <typename E, int kHead>

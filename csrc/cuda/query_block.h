@@ -47,7 +47,7 @@ struct QueryBlock {
   static constexpr uint32_t kSharedBytes = kUsed + kAlignment - 128;
   static_assert(!kPanels || (kTilesAt % kAlignment == 0 && kQueryBytes % kAlignment == 0), "whole panels");
 
-  static TXL_HD int64_t blocks_of_head(const Problem& p) { return (p.L + BM - 1) / BM; }
+  static TXL_HD int64_t blocks_of_head(const Problem& p) { return div_up(p.L, BM); }
 
   // What a block owns, and the keys that it goes over.
   struct Place {

@@ -35,6 +35,8 @@ TXL_HD T larger(T a, T b) {
     return a < b ? b : a;
 }
 
+TXL_HD int64_t div_up(int64_t x, int64_t n) { return (x + n - 1) / n; }
+
 // x, as if it could be another one every time. What is made of it in a loop stays in the loop: else the
 // compiler works out every address before, and has no registers for them all.
 template <typename T>
@@ -71,7 +73,7 @@ TXL_DEVICE int64_t floor_to(int64_t x) {
 }
 template <int BN>
 TXL_DEVICE int64_t ceil_to(int64_t x) {
-  return (larger<int64_t>(x, 0) + BN - 1) / BN * BN;
+  return div_up(larger<int64_t>(x, 0), BN) * BN;
 }
 
 // ---- Masks in 32 bits ----
@@ -220,11 +222,12 @@ struct Panels {
     return address + n * 128 + (place ^ n % kPeriod * 16);
   }
 
-  // For warpgroup_mma: channels kStep d to kStep (d + 1) - 1 of all rows, each a column of b.
-  TXL_DEVICE uint64_t columns(int d) const {
+  // For warpgroup_mma: channels kStep d to kStep (d + 1) - 1 of the rows from `row` on, a multiple of 8, each
+  // a column of b or a row of a.
+  TXL_DEVICE uint64_t columns(int d, int row = 0) const {
     constexpr int kSteps = kChannelsOfPanel / kStep<E>;
     return descriptor(static_cast<uint32_t>(d / kSteps) * kPanelBytes +
-                      static_cast<uint32_t>(d % kSteps) * 32);
+                      static_cast<uint32_t>(d % kSteps) * 32 + static_cast<uint32_t>(row) * 128);
   }
   // Of 16 rows from `row` on all channels, the rows of a transposed b.
   TXL_DEVICE uint64_t rows(int row) const { return descriptor(static_cast<uint32_t>(row) * 128); }
@@ -442,6 +445,23 @@ TXL_DEVICE Corner corner_b() {
 struct Fragment {
   uint32_t r[4];
 };
+
+// Before tensor cores take registers over (warpgroup_mma), and after they have given them back, of which the
+// compiler knows nothing.
+TXL_DEVICE void settle(Fragment& a) {
+  for (uint32_t& x : a.r) x = opaque(x);
+}
+template <int kFragments>
+TXL_DEVICE void settle(Fragment (&a)[kFragments]) {
+  TXL_UNROLL_GPU
+  for (int n = 0; n < kFragments; ++n) settle(a[n]);
+}
+template <int kTiles>
+TXL_DEVICE void settle(float (&acc)[kTiles][4]) {
+  TXL_UNROLL_GPU
+  for (int n = 0; n < kTiles; ++n)
+    for (float& x : acc[n]) x = opaque(x);
+}
 
 // 16 rows from `row` on, channels kStep d to kStep (d + 1) - 1.
 template <typename Tile>

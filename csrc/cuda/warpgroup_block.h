@@ -216,23 +216,6 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
     warpgroup_wait<0>();
     settle(acc), settle(a);
   }
-
-  // Before tensor cores take registers over, and after they have given them back, of which the compiler knows
-  // nothing.
-  template <int kTiles>
-  static TXL_DEVICE void settle(float (&acc)[kTiles][4]) {
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kTiles; ++n)
-      for (float& x : acc[n]) x = opaque(x);
-  }
-  template <int kFragments>
-  static TXL_DEVICE void settle(Fragment (&a)[kFragments]) {
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kFragments; ++n) settle(a[n]);
-  }
-  static TXL_DEVICE void settle(Fragment& a) {
-    for (uint32_t& x : a.r) x = opaque(x);
-  }
 };
 
 }  // namespace txl::cuda

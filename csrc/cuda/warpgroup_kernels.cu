@@ -1,7 +1,9 @@
 // The kernels by warpgroups, for sm_90a alone, of one element type and class of head dimensions: TXL_ELEMENT
 // (bf16, f16), TXL_HEAD (64, 128).
+#include "backward.h"
 #include "forward.h"
 #include "warpgroup_block.h"
+#include "warpgroup_key_block.h"
 
 namespace txl::cuda {
 
@@ -32,6 +34,16 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
   return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
 }
 
+template <typename E, int kHead>
+int WarpgroupBackward<E, kHead>::dk_dv(const BackwardParams& params, void* stream) {
+  using Plain = DkDvKernel<WarpgroupKeyBlock<E, kHead>, false>;
+  using Dropping = DkDvKernel<WarpgroupKeyBlock<E, kHead>, true>;
+  const int64_t blocks = Plain::blocks(params);
+  return params.p.dropout_p > 0 ? launch<Dropping>(blocks, Dropping::kSharedBytes, params, stream)
+                                : launch<Plain>(blocks, Plain::kSharedBytes, params, stream);
+}
+
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
+template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD>;
 
 }  // namespace txl::cuda

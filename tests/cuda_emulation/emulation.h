@@ -272,9 +272,9 @@ constexpr uint64_t kMbarrierBytes = 0x7265697272616200;  // what lies in shared 
 struct PendingProduct {
   float* d[32];
   uint32_t a[32][4];
-  uint64_t b;
+  uint64_t shared_a, b;
   uint32_t time, barrier, group;  // when it was started, the block's last barrier before
-  bool bf16, transposed, add;
+  bool bf16, a_is_shared, transposed, add;
 };
 
 // The accumulators that pending products add to, as they were: until the end they are nobody's to use.
@@ -1004,10 +1004,11 @@ TXL_COLLECTIVE inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const
 
 // ---------------------------------------------------------------------------------------------------------
 // Products of a warpgroup: four warps, of which each has 16 of the 64 rows of `d` and `a` in its registers.
-// The operand b is read from shared memory, and the sum written to d, as late as can be: at warpgroup_wait.
-// Until then d is NaN. What tensor cores read on their own must have been written before the product was
-// started, with a fence_async_proxy by the thread that wrote it, then a barrier. Not seen: a program that
-// changes registers of `a`, or of d between warpgroup_begin and the product, while they are not its own.
+// The operand b, and a if it lies there, too, is read from shared memory, and the sum written to d, as late
+// as can be: at warpgroup_wait. Until then d is NaN. What tensor cores read on their own must have been
+// written before the product was started, with a fence_async_proxy by the thread that wrote it, then a
+// barrier. Not seen: a program that changes registers of `a`, or of d between warpgroup_begin and the
+// product, while they are not its own.
 
 // The calling thread's writes to shared memory can be seen by what reads it on its own.
 inline void fence_async_proxy() { machine->threads[machine->thread].fences.push_back(++machine->now); }
@@ -1024,7 +1025,7 @@ inline bool fenced(int thread, uint32_t time, uint32_t barrier) {
   return fence != fences.end() && *fence <= barrier;
 }
 
-// The 16 bytes of b at an address, by a lane of the warp whose product it is.
+// The 16 bytes of an operand at an address, by a lane of the warp whose product it is.
 inline const unsigned char* access_product(const PendingProduct& product, int thread, uint32_t address) {
   Machine& m = *machine;
   const unsigned char* bytes = access_shared<Access::read, 16>(thread, address);
@@ -1049,32 +1050,30 @@ inline const unsigned char* access_product(const PendingProduct& product, int th
 
 struct WarpgroupProduct {
   float* d;
-  const uint32_t* a;
-  uint64_t b;
+  const uint32_t* a;  // null: in shared memory
+  uint64_t shared_a, b;
 };
 
-// PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout": d[64, 8 tiles] += a[64, 16] b[16, 8
-// tiles]. b: a matrix descriptor. Rows of 128 bytes, eight of which are 1,024 bytes, in which the pieces of
-// 16 bytes have changed places: bits 4 to 6 of an address by bits 7 to 9. A row has 16 rows of b in 32 bytes
-// from the start on, and stands for a column (transposed: 64 columns, and stands for a row; the next 64 are
-// LBO further). SBO: from eight rows to the next.
 template <bool is_bf16, bool transposed, bool add, int tiles>
-TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b) {
-  WarpgroupProduct mine{&d[0][0], a, b};
+TXL_COLLECTIVE inline void start_product(WarpgroupProduct mine) {
   meet("warpgroup_mma", &mine, [](WarpgroupProduct** lane) {
     Machine& m = *machine;
     Warp& w = m.warp();
     if (!w.products_begun) fail(m.thread, "warpgroup_mma without a warpgroup_begin since the last wait");
     if (m.launch->threads % 128 != 0)
       fail(m.thread, "warpgroup_mma in a block of %d threads", m.launch->threads);
-    const uint64_t b = lane[0]->b;
-    if (b >> 62 != 1 || (b >> 49 & 7) != 0)
-      fail(m.thread, "warpgroup_mma: only descriptors of the 128-byte swizzle without a base offset");
-    PendingProduct product{{}, {}, b, m.now, m.block_time, w.product_groups, is_bf16, transposed, add};
+    const bool a_is_shared = !lane[0]->a;
+    const uint64_t a = lane[0]->shared_a, b = lane[0]->b;
+    for (const uint64_t descriptor : {a_is_shared ? a : b, b})
+      if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
+        fail(m.thread, "warpgroup_mma: only descriptors of the 128-byte swizzle without a base offset");
+    PendingProduct product{{},      {},          a,          b,  m.now, m.block_time, w.product_groups,
+                           is_bf16, a_is_shared, transposed, add};
     for (int l = 0; l < 32; ++l) {
-      if (lane[l]->b != b) fail(m.thread, "warpgroup_mma: lanes have different descriptors");
+      if (lane[l]->b != b || lane[l]->shared_a != a)
+        fail(m.thread, "warpgroup_mma: lanes have different descriptors");
       product.d[l] = lane[l]->d;
-      memcpy(product.a[l], lane[l]->a, sizeof(product.a[l]));
+      if (!a_is_shared) memcpy(product.a[l], lane[l]->a, sizeof(product.a[l]));
     }
     bool known = false;
     for (const PendingSum& sum : w.sums) known |= sum.d[0] == lane[0]->d;
@@ -1088,42 +1087,66 @@ TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], const uint32_t (&
     }
     w.products.push_back(product);
     const uint64_t kind = static_cast<uint64_t>(tiles) << 2 | transposed << 1 | add;
-    w.all_products = ((w.all_products + b + m.block_time) ^ kind) * 0x9e3779b97f4a7c15u;
+    w.all_products = ((w.all_products + a + b + m.block_time) ^ kind) * 0x9e3779b97f4a7c15u;
   });
+}
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout": d[64, 8 tiles] += a[64, 16] b[16, 8
+// tiles]. b: a matrix descriptor. Rows of 128 bytes, eight of which are 1,024 bytes, in which the pieces of
+// 16 bytes have changed places: bits 4 to 6 of an address by bits 7 to 9. A row has 16 rows of b in 32 bytes
+// from the start on, and stands for a column (transposed: 64 columns, and stands for a row; the next 64 are
+// LBO further). SBO: from eight rows to the next.
+template <bool is_bf16, bool transposed, bool add, int tiles>
+TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b) {
+  start_product<is_bf16, transposed, add, tiles>({&d[0][0], a, 0, b});
+}
+// a: a descriptor, too; a row has 16 columns of it.
+template <bool is_bf16, bool add, int tiles>
+TXL_COLLECTIVE inline void warpgroup_mma(float (&d)[tiles][4], uint64_t a, uint64_t b) {
+  start_product<is_bf16, false, add, tiles>({&d[0][0], nullptr, a, b});
 }
 
 inline void compute(const PendingProduct& product, PendingSum& sum) {
   const int columns = static_cast<int>(sum.value[0].size()) * 2, first = machine->thread / 32 * 32;
-  const auto field = [&](int shift) { return static_cast<uint32_t>(product.b >> shift & 0x3fff) << 4; };
-  const uint32_t start = field(0), leading = field(16), stride = field(32);
   const auto number = [&](uint16_t h) { return product.bf16 ? float_from_bf16(h) : float_from_f16(h); };
-  // A lane at a time has read a piece of 16 bytes of row `row`.
-  float right[32][16][8];  // by 8 columns
-  const auto read = [&](uint32_t row, uint32_t byte, uint16_t (&piece)[8]) {
-    const uint32_t straight = start + row / 8 * stride + row % 8 * 128 + byte;
+  // 16 bytes of row `row` of what a descriptor says, 64 elements of it LBO further than those before. A lane
+  // at a time reads.
+  uint16_t piece[8];
+  const auto read = [&](uint64_t descriptor, uint32_t row, uint32_t element) {
+    const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
+    const uint32_t straight =
+        field(0) + row / 8 * field(32) + row % 8 * 128 + element / 64 * field(16) + element % 64 * 2;
     memcpy(piece,
            access_product(product, first + static_cast<int>(row % 32), straight ^ (straight >> 3 & 0x70)),
            16);
   };
-  uint16_t piece[8];
+  float right[32][16][8];  // by 8 columns
   if (product.transposed) {
     for (int k = 0; k < 16; ++k)
       for (int n = 0; n < columns; n += 8) {
-        read(k, n / 64 * leading + n % 64 * 2, piece);
+        read(product.b, k, n);
         for (int i = 0; i < 8; ++i) right[n / 8][k][i] = number(piece[i]);
       }
   } else {
     for (int n = 0; n < columns; ++n)
       for (int k = 0; k < 16; k += 8) {
-        read(n, k * 2, piece);
+        read(product.b, n, k);
         for (int i = 0; i < 8; ++i) right[n / 8][k + i][n % 8] = number(piece[i]);
       }
   }
   float left[16][16];
-  for (int l = 0; l < 32; ++l)
-    for (int i = 0; i < 8; ++i)
-      left[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] =
-          number(static_cast<uint16_t>(product.a[l][i / 2] >> i % 2 * 16));
+  if (product.a_is_shared) {
+    for (int m = 0; m < 16; ++m)
+      for (int k = 0; k < 16; k += 8) {
+        read(product.shared_a, first / 32 % 4 * 16 + m, k);
+        for (int i = 0; i < 8; ++i) left[m][k + i] = number(piece[i]);
+      }
+  } else {
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 8; ++i)
+        left[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] =
+            number(static_cast<uint16_t>(product.a[l][i / 2] >> i % 2 * 16));
+  }
   for (int n = 0; n < columns / 8; ++n) {
     float total[16][8] = {};
     const auto each = [&](auto f) {

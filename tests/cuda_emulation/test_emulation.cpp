@@ -30,6 +30,7 @@ enum class Fault {
   one_warp_late,               // after a barrier that is behind the products for others
   overwrite,                   // what they read, before they were waited for
   overwrite_between_barriers,  // the same
+  overwrite_left,              // the same, of a
   no_swizzle,                  // says the descriptor
   unaligned,                   // b's start, from which its places are counted
   // Of the copy engine:
@@ -268,35 +269,47 @@ struct Swizzled {
   }
 };
 
-// assigned = a b, added = 1 + a b: two groups in flight.
-template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none>
+// assigned = a b, added = 1 + a b: two groups in flight. kSharedA: a is read from shared memory, not
+// from registers.
+template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none,
+          bool kSharedA = false>
 struct WarpgroupProduct {
   struct Params {
     const E *a, *b;           // a [64, depth], b [columns, depth]; transposed: [depth, columns]
     float *assigned, *added;  // [64, columns]
   };
-  using A = Swizzled<64, kDepth>;
+  using A = Swizzled<64, kDepth, (kSharedA ? kSpread : 1)>;
   using B = Swizzled<kTransposed ? kDepth : kColumns, kTransposed ? kColumns : kDepth, kSpread>;
   static constexpr int kThreads = 128, kSteps = kDepth / 16, kTiles = kColumns / 8;
   static constexpr uint32_t kShared = 1024 + A::kBytes + B::kBytes;
 
   // PTX ISA, "Matrix Descriptor Format".
-  static TXL_DEVICE uint64_t descriptor(B b, int step) {
-    const uint32_t offset = kTransposed ? 2 * step * B::kNextRows : step / 4 * B::kNextPanel + step % 4 * 32;
-    const uint32_t start = b.start + (fault == Fault::wrong_index ? 0 : offset);
+  template <bool kByRows, typename Operand>
+  static TXL_DEVICE uint64_t descriptor(Operand x, int step) {
+    constexpr uint32_t kNextRows = Operand::kNextRows, kNextPanel = Operand::kNextPanel;
+    const uint32_t offset = kByRows ? 2 * step * kNextRows : step / 4 * kNextPanel + step % 4 * 32;
+    const uint32_t start = x.start + (fault == Fault::wrong_index ? 0 : offset);
     const uint64_t swizzle = fault == Fault::no_swizzle ? 0 : 1;
-    return swizzle << 62 | uint64_t{B::kNextRows >> 4} << 32 | uint64_t{B::kNextPanel >> 4} << 16 |
+    return swizzle << 62 | uint64_t{kNextRows >> 4} << 32 | uint64_t{kNextPanel >> 4} << 16 |
            (start & 0x3ffff) >> 4;
   }
 
   template <bool kAdd>
-  static TXL_DEVICE void start(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], B b) {
+  static TXL_DEVICE void add_step(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], A a_shared, B b,
+                                  int step) {
+    if constexpr (kSharedA)
+      warpgroup_mma<E, kAdd>(d, descriptor<false>(a_shared, step), descriptor<false>(b, step));
+    else
+      warpgroup_mma<E, kTransposed, kAdd>(d, a[step], descriptor<kTransposed>(b, step));
+  }
+
+  template <bool kAdd>
+  static TXL_DEVICE void start(float (&d)[kTiles][4], const uint32_t (&a)[kSteps][4], A a_shared, B b) {
     if (fault != Fault::no_begin) warpgroup_begin();
-    warpgroup_mma<E, kTransposed, kAdd>(d, a[0], descriptor(b, 0));
+    add_step<kAdd>(d, a, a_shared, b, 0);
     TXL_UNROLL_GPU
     for (int step = 1; step < kSteps; ++step)
-      if (fault != Fault::one_warp_less || warp() != 2 || step != 2)
-        warpgroup_mma<E, kTransposed, true>(d, a[step], descriptor(b, step));
+      if (fault != Fault::one_warp_less || warp() != 2 || step != 2) add_step<true>(d, a, a_shared, b, step);
     if (fault != Fault::no_commit || !kAdd) warpgroup_commit();
   }
 
@@ -331,14 +344,15 @@ struct WarpgroupProduct {
     if (fault != Fault::no_fence && fault != Fault::early_fence && fault != Fault::late_fence)
       fence_async_proxy();
     if (fault != Fault::no_barrier) sync_threads();
-    start<false>(assigned, a, b_shared);
+    start<false>(assigned, a, a_shared, b_shared);
     if (fault == Fault::one_warp_late && warp() == 2) sync_threads();
-    start<true>(added, a, b_shared);
+    start<true>(added, a, a_shared, b_shared);
     if (fault == Fault::one_warp_late && warp() != 2) sync_threads();
     if (fault == Fault::late_fence) fence_async_proxy(), sync_threads();
     if (fault == Fault::overwrite_between_barriers) sync_threads();
     if (fault == Fault::overwrite || fault == Fault::overwrite_between_barriers)
       if (thread_index() == 40) store_shared(b_shared.at(3, 2), 0.0f);
+    if (fault == Fault::overwrite_left && thread_index() == 40) store_shared(a_shared.at(3, 2), 0.0f);
     if (fault == Fault::overwrite_between_barriers) sync_threads();
     if (fault != Fault::no_wait) warpgroup_wait<1>();
     store(p.assigned, assigned);
@@ -419,9 +433,10 @@ void launch_each() {
 template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32, false>, Product<bf16, true>,
                           Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
 #if defined(TXL_TEST_WARPGROUPS)
-template void
-launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
-            WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64>, Boxes<> >();
+template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
+                          WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64>,
+                          WarpgroupProduct<bf16, false, 32, 64, 1, Fault::none, true>,
+                          WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<> >();
 #endif
 
 }  // namespace txl::cuda
@@ -592,9 +607,10 @@ static std::vector<float> pipeline() {
 }
 
 // Small integers, as above.
-template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none>
+template <typename E, bool kTransposed, int kColumns, int kDepth, int kSpread = 1, Fault fault = Fault::none,
+          bool kSharedA = false>
 static void warpgroup_product() {
-  using K = WarpgroupProduct<E, kTransposed, kColumns, kDepth, kSpread, fault>;
+  using K = WarpgroupProduct<E, kTransposed, kColumns, kDepth, kSpread, fault, kSharedA>;
   emulation::global_memory.clear();
   std::vector<E> a(64 * kDepth), b(kColumns * kDepth);
   for (auto* v : {&a, &b})
@@ -616,9 +632,9 @@ static void warpgroup_product() {
   }
 }
 
-template <Fault fault>
+template <Fault fault, bool kSharedA = false>
 static void warpgroup_fault() {
-  warpgroup_product<bf16, false, 64, 64, 1, fault>();
+  warpgroup_product<bf16, false, 64, 64, 1, fault, kSharedA>();
 }
 
 template <typename E>
@@ -631,6 +647,9 @@ static void warpgroup_products() {
   warpgroup_product<E, true, 64, 128>();
   warpgroup_product<E, true, 128, 64>();
   warpgroup_product<E, true, 128, 64, 2>();
+  warpgroup_product<E, false, 32, 64, 1, Fault::none, true>();
+  warpgroup_product<E, false, 64, 64, 1, Fault::none, true>();
+  warpgroup_product<E, false, 64, 128, 2, Fault::none, true>();
 }
 
 // A tensor of which heads lie between rows, and boxes that lie outside of it in part.
@@ -1062,6 +1081,9 @@ static void run_case(const std::string& name) {
       {"warpgroup_one_warp_late", warpgroup_fault<Fault::one_warp_late>},
       {"warpgroup_overwrite", warpgroup_fault<Fault::overwrite>},
       {"warpgroup_overwrite_between_barriers", warpgroup_fault<Fault::overwrite_between_barriers>},
+      {"warpgroup_overwrite_left", warpgroup_fault<Fault::overwrite_left, true>},
+      {"warpgroup_no_fence_left", warpgroup_fault<Fault::no_fence, true>},
+      {"warpgroup_wrong_index_left", warpgroup_fault<Fault::wrong_index, true>},
       {"warpgroup_no_swizzle", warpgroup_fault<Fault::no_swizzle>},
       {"warpgroup_wrong_index", warpgroup_fault<Fault::wrong_index>},
       {"warpgroup_unaligned", warpgroup_fault<Fault::unaligned>},

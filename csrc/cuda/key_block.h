@@ -1,0 +1,329 @@
+// What dk and dv's kernel computes with: a block owns BN keys of a head, each of its warps 16 of them, and
+// goes over the queries that see them in tiles of BM. Here is which tiles are of which kind, what each needs,
+// the band, and the products.
+//
+// Tiles are transposed: rows are keys, columns are queries. So P and dS are A operands as they are. The band
+// is computed the other way round: the warps share it out by queries, and leave it in shared memory, where
+// all read what they need of it, moved.
+//
+//   band      (q + v) r^T     16 queries, a part of their 16 + BN columns
+//   score^T   k (q + u)^T     starts from what is read from the band: row j of query y from column 15 - y + j
+//   dP^T      v dO^T
+//   dv, dk    P^T dO, dS^T (q + u)
+//
+// The next query is one row of r lower, so the ring of rows goes down: BM rows are new to a tile.
+#pragma once
+
+#include "backward_tiles.h"
+
+namespace txl::cuda {
+
+// ---- Which tiles of queries a block of keys needs, and how ----
+
+struct QueryTiles {
+  int begin, far_last, near, far_first, all_hi, end;  // masked, far (last row), near, far (first row), masked
+};
+
+template <int BM, int BN>
+TXL_DEVICE QueryTiles query_tiles(const Problem& p, const Chunk& chunk, Range batch, int64_t j0) {
+  const int64_t low = larger(j0, batch.lo), high = smaller(j0 + BN, batch.hi) - 1, origin = p.position(0);
+  const int64_t begin = floor_to<BM>(low - p.right - origin);
+  const int64_t end = low <= high ? larger(begin, smaller(high + p.left - origin + 1, p.L)) : begin;
+  const bool whole = batch.lo <= j0 && j0 + BN <= batch.hi;
+  const int64_t all_lo = smaller(larger(ceil_to<BM>(j0 + BN - 1 - p.right - origin), begin), end);
+  const int64_t all_hi =
+      smaller(larger(whole ? floor_to<BM>(smaller(j0 + p.left - origin + 1, p.L)) : 0, all_lo), end);
+  const int64_t c = p.band(0, j0);  // the row of query 0 and the first key
+  const int64_t near = smaller(larger(floor_to<BM>(c - p.N + 1), all_lo), all_hi);
+  const int64_t far_first = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);
+  return {chunk.within(begin),     chunk.within(all_lo), chunk.within(near),
+          chunk.within(far_first), chunk.within(all_hi), chunk.within(end)};
+}
+
+// ---- The band ----
+
+// BM queries and BN keys' columns of it, of kGroup queries each the same ones: key m of query y is column
+// kGroup - 1 - y % kGroup + m.
+template <int BM, int BN, int kGroup>
+struct BandOfTile {
+  static constexpr int kColumns = kGroup + BN;
+  // In words. Of queries in order a multiple of 8, but not of 16: eight rows begin in four different groups
+  // of 8 banks, twice. Of a warpgroup's queries, which it has eight apart, another for reading: four
+  // neighbours, moved, then begin 8 banks apart (tests/test_cuda_static.py).
+  static constexpr bool kOdd = kGroup > 16;
+  static constexpr int kPitch = kColumns + (kOdd ? 13 : 8);
+  static constexpr uint32_t kBytes = BM * kPitch * 4;
+  static_assert(kColumns % 16 == 0, "8 words of padding, of 16 bits for every 16th key");
+
+  uint32_t address;
+
+  // n8 tiles of the lane's queries `query` and query + next; column(n): where tile n begins.
+  template <int kTiles, typename F>
+  TXL_DEVICE void write(const float (&x)[kTiles][4], int query, int next, F column) const {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTiles; ++n)
+      for (int y = 0; y < 2; ++y)
+        store_shared(at(query + next * y, column(n) + lane() % 4 * 2), float2{x[n][2 * y], x[n][2 * y + 1]});
+  }
+
+  // What element x of n8 tile n starts from; own_key: the warp's first.
+  TXL_DEVICE float read(int n, int x, int own_key) const {
+    const int of_lane = lane() % 4 * 2, query = 8 * n + x % 2,
+              column = kGroup - 1 - query % kGroup + x / 2 * 8;
+    const uint32_t from = at(of_lane, own_key + lane() / 4 - of_lane);
+    return load_shared<float>(from + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4);
+  }
+
+  // Which pairs dropout keeps lies behind a query's columns: 16 bits for each of 16 neighbouring keys.
+  TXL_DEVICE void write_kept(int query, int key, uint32_t kept) const {
+    store_shared(at(query, kColumns) + static_cast<uint32_t>(key) * 2, static_cast<uint16_t>(kept));
+  }
+  TXL_DEVICE uint32_t kept(int query, int key) const {
+    return load_shared<uint16_t>(at(query, kColumns) + static_cast<uint32_t>(key) * 2);
+  }
+
+ private:
+  // Two columns are written at once, to an even number of words.
+  static TXL_DEVICE int odd(int query) { return kOdd ? query % 2 : 0; }
+  TXL_DEVICE uint32_t at(int query, int column) const {
+    return address + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4;
+  }
+};
+
+// ---- The block ----
+
+// kChannels: of a tile, at least D. kHeld: keys and values are kept in registers; else they are read again
+// for every tile. kPanels: tiles lie as wgmma reads them (warpgroup_key_block.h).
+template <typename E, int kChannels, int kKeys, int kQueries, int kWarps, bool kHeld, bool kPanels = false>
+struct KeyBlock {
+  using Element = E;
+  static constexpr int kHead = kChannels, BN = kKeys, BM = kQueries, kThreads = 32 * kWarps;
+  template <int kRows>
+  using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
+  using Band = BandOfTile<BM, BN, (kPanels ? BM : 16)>;
+
+  static constexpr int kSteps = kHead / kStep<E>, kQueryTiles = BM / 8;
+  // Where there are fewer than 16 keys to a warp, warps with the same ones share out the channels of dk and
+  // dv.
+  static constexpr int kKeyGroups = BN / 16;
+  static constexpr int kOwnChannels = kHead * kKeyGroups / kWarps, kOwnTiles = kOwnChannels / 8;
+  // n8 tiles of queries at a time: fewer need fewer registers.
+  static constexpr int kTogether = kPanels && kHead <= 64 ? kQueryTiles : kPanels || kHeld ? 4 : 2;
+  static constexpr int kChunks = (BM + BN) / BM;  // of BM rows of r
+  static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
+
+  // Shared memory: keys, values, q + u, dO, q + v, the ring of r, the band, statistics of the queries.
+  static constexpr uint32_t kRowBytes = Tile<BM>::kRowBytes;
+  static constexpr uint32_t kKeyBytes = BN * kRowBytes, kQueryBytes = BM * kRowBytes;
+  static constexpr uint32_t kQueriesAt = 2 * kKeyBytes, kRingAt = kQueriesAt + 3 * kQueryBytes;
+  static constexpr uint32_t kBandAt = kRingAt + kChunks * kQueryBytes;
+  static constexpr uint32_t kStatisticsAt = kBandAt + Band::kBytes;
+  static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
+  static constexpr uint32_t kSharedBytes = kStatisticsAt + BM * sizeof(Statistics) + kAlignment - 128;
+
+  static TXL_HD int64_t blocks_of_head(const Problem& p) { return div_up(p.K, BN); }
+
+  const BackwardParams& params;
+  const Problem& p;
+  const Backward& t;
+  int b, h, j0;  // j0: the block's first key
+  Mask mask;
+  QueryTiles tiles;
+  int lowest_row;            // of r, not yet clamped, for query BM - 1 and the block's first key
+  int own_key, own_channel;  // the warp's first among the block's
+  Fragment k_held[kHeld ? kSteps : 1], v_held[kHeld ? kSteps : 1];
+  uint32_t base;  // of shared memory
+  using TileCopier = Copier<kThreads, Tile<BM>, kRow<E, kHead> <= (kPanels ? 128 : 256)>;
+  using Copied = typename TileCopier::Rows;
+  TileCopier copier;
+  Copied q_u_rows, q_v_rows, dout_rows, r_rows;
+
+  TXL_DEVICE explicit KeyBlock(const BackwardParams& x)
+      : params(x),
+        p(x.p),
+        t(x.t),
+        // Neighbours in the grid share a head; of a causal call the first keys are seen by most queries.
+        b(x.chunk.b + block_index() / of_head() / x.chunk.heads),
+        h(x.chunk.h + block_index() / of_head() % x.chunk.heads),
+        j0(block_index() % of_head() * BN),
+        mask(p, p.keys_of_batch(b)),
+        tiles(query_tiles<BM, BN>(p, x.chunk, {mask.lo, mask.hi}, j0)),
+        lowest_row(static_cast<int>(p.band(BM - 1, j0))),
+        own_key(warp() % kKeyGroups * 16),
+        own_channel(warp() / kKeyGroups * kOwnChannels),
+        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment),
+        copier(p),
+        q_u_rows(copier.rows(x.w.q_u, b, h)),
+        q_v_rows(copier.rows(x.w.q_v, b, h)),
+        dout_rows(copier.rows(t.dout, b, h)),
+        r_rows(copier.rows(t.r, 0, h)) {}
+
+  TXL_DEVICE int of_head() const { return static_cast<int>(blocks_of_head(p)); }
+
+  TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.far_last || i0 >= tiles.all_hi; }
+  TXL_DEVICE bool is_far(int i0) const {
+    return !is_masked(i0) && (i0 < tiles.near || i0 >= tiles.far_first);
+  }
+  TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
+  // Whether none of the tile is for this warp's keys, and whether it is this warp that stores dS of its keys.
+  TXL_DEVICE bool is_hidden(int) const { return false; }
+  TXL_DEVICE bool stores_slopes() const { return kKeyGroups == kWarps || own_channel == 0; }
+
+  // ---- Shared memory ----
+
+  TXL_DEVICE Tile<BN> k_tile() const { return {base}; }
+  TXL_DEVICE Tile<BN> v_tile() const { return {base + kKeyBytes}; }
+  TXL_DEVICE Tile<BM> q_u() const { return {base + kQueriesAt}; }
+  TXL_DEVICE Tile<BM> dout() const { return {base + kQueriesAt + kQueryBytes}; }
+  TXL_DEVICE Tile<BM> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
+  TXL_DEVICE Tile<BM> ring(int chunk = 0) const {
+    return {base + kRingAt + static_cast<uint32_t>(chunk) * kQueryBytes};
+  }
+  TXL_DEVICE Band band() const { return {base + kBandAt}; }
+
+  TXL_DEVICE Statistics statistics(int column) const {
+    return load_shared<Statistics>(base + kStatisticsAt + static_cast<uint32_t>(column) * 16);
+  }
+  // The first half of them: lse and delta.
+  TXL_DEVICE float2 lse_and_delta(int column) const {
+    return load_shared<float2>(base + kStatisticsAt + static_cast<uint32_t>(column) * 16);
+  }
+
+  // ---- Loads ----
+
+  TXL_DEVICE void load_keys() {
+    const auto key = [&](int n) { return mask.key(j0 + n); };
+    copy_rows<kThreads, BN>(k_tile(), t.k, b, h, p, key);
+    copy_rows<kThreads, BN>(v_tile(), t.v, b, h, p, key);
+    if constexpr (kHeld) {
+      commit_copies();
+      wait_copies<0>();
+      sync_threads();
+      TXL_UNROLL_GPU
+      for (int d = 0; d < kSteps; ++d) {
+        k_held[d] = load_fragment(k_tile(), own_key, d);
+        v_held[d] = load_fragment(v_tile(), own_key, d);
+      }
+    }
+  }
+
+  // Starts to copy q + v, and the rows of r that the tile before has not brought.
+  TXL_DEVICE void copy_position(int i0) const {
+    copy_queries(q_v(), q_v_rows, i0);
+    copy_new_rows(i0);
+  }
+  TXL_DEVICE void copy_new_rows(int i0) const {
+    const int new_chunks = follows_band(i0) ? 1 : kChunks;
+    for (int chunk = 0; chunk < new_chunks; ++chunk) {
+      const int c = lowest_row - i0 + chunk * BM;
+      copier.template copy<BM>(ring(ring_chunk(i0, chunk)), 0, r_rows, has_rows(p, c, BM), c,
+                               [&](int n) { return RowOf{p.r_row(c + n), true}; });
+    }
+  }
+
+  // Where in the ring the rows of r are: of the n-th BM columns of the block's band, and of its column x. A
+  // tile's highest rows give way to the lowest of the next.
+  static TXL_DEVICE int ring_chunk(int i0, int n) {
+    const int chunk = n + static_cast<int>(static_cast<uint32_t>(i0) / BM * (kChunks - 1) % kChunks);
+    return chunk < kChunks ? chunk : chunk - kChunks;
+  }
+  static TXL_DEVICE int ring_row(int i0, int x) { return ring_chunk(i0, x / BM) * BM + x % BM; }
+
+  // And the rest that a tile needs.
+  TXL_DEVICE void copy_queries(int i0) const {
+    copy_queries(q_u(), q_u_rows, i0);
+    copy_queries(dout(), dout_rows, i0);
+    if (thread_index() >= BM) return;
+    const int64_t i = i0 + thread_index();
+    const Statistics* const queries = params.queries(b, h);
+    copy_async_16(base + kStatisticsAt + static_cast<uint32_t>(thread_index()) * 16,
+                  queries + (i < p.L ? i : 0), i < p.L);
+  }
+
+  TXL_DEVICE void copy_queries(Tile<BM> to, const Copied& from, int i0) const {
+    copier.template copy<BM>(to, 0, from, i0 + BM <= mask.L, i0, [&](int n) { return mask.query(i0 + n); });
+  }
+
+  // What was copied has arrived, and all threads are done with what they did before.
+  TXL_DEVICE void wait() const {
+    wait_copies<0>();
+    sync_threads();
+  }
+
+  // ---- A tile ----
+  //
+  // WarpgroupKeyBlock has what follows, copy_position and wait of its own.
+
+  // Warps with the same queries share out the band's columns by twos of n8 tiles, and if one more is left for
+  // each, by ones. No two cross a multiple of 16.
+  TXL_DEVICE void take_band(int i0) const {
+    constexpr int kGroups = BM / 16, kParts = kWarps / kGroups, kTiles = Band::kColumns / 8 / kParts;
+    const int group = warp() % kGroups * 16, part = warp() / kGroups;
+    const auto column = [&](int n) {
+      const bool alone = n == kTiles - 1 && n % 2 == 0;
+      return n / 2 * 16 * kParts + (alone ? 8 : 16) * part + n % 2 * 8;
+    };
+    float x[kTiles][4] = {};
+    add_product<false>(
+        x, [&](int d) { return load_fragment(q_v(), group, d); }, ring(),
+        [&](int n) { return ring_row(i0, BM - 16 - group + column(n / 8)); });
+    band().write(x, group + lane() / 4, 8, column);
+  }
+
+  TXL_DEVICE Fragment k_fragment(int d) const {
+    if constexpr (kHeld)
+      return k_held[d];
+    else
+      return load_fragment(k_tile(), own_key, d);
+  }
+  TXL_DEVICE Fragment v_fragment(int d) const {
+    if constexpr (kHeld)
+      return v_held[d];
+    else
+      return load_fragment(v_tile(), own_key, d);
+  }
+
+  // score = k (q + u)^T on top of what begin() makes of it, dp = v dO^T: of n8 tiles of queries from `first`
+  // on.
+  template <typename F>
+  TXL_DEVICE void take_scores(float (&score)[kTogether][4], float (&dp)[kTogether][4], int first, F begin) {
+    const auto row = [&](int n) { return 8 * first + n; };
+    begin();
+    add_product<kHeld>(score, [&](int d) { return k_fragment(d); }, q_u(), row);
+    memset(dp, 0, sizeof(dp));
+    add_product<kHeld>(dp, [&](int d) { return v_fragment(d); }, dout(), row);
+  }
+
+  // dv += weight dO, dk += ds (q + u), of the same tiles; make(n) is called when those of n8 tile n are to be
+  // there, and put(n, dS of it and the next) when they are. kMasked: some queries do not see some keys, by
+  // sees(n8 tile, element).
+  template <bool kMasked, typename F, typename G, typename H>
+  TXL_DEVICE void add_gradients(float (&dk)[kOwnTiles][4], float (&dv)[kOwnTiles][4],
+                                const float (&weight)[kTogether][4], const float (&ds)[kTogether][4],
+                                int first, F sees, G make, H put) const {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTogether; ++n) make(n);
+    TXL_UNROLL_GPU
+    for (int n = 0; n < kTogether; n += 2) {
+      add_values<kMasked>(dv, Square<E>::of(weight[n], weight[n + 1]), first + n,
+                          [&](int m, int x) { return sees(n + m, x); });
+      const auto a = Square<E>::of(ds[n], ds[n + 1]);
+      add_rows<kMasked>(dk, a, q_u(), 8 * (first + n), own_channel);
+      put(n, a);
+    }
+  }
+
+  // dv += a dO for queries 8 n to 8 n + 15.
+  template <bool kMasked, typename F>
+  TXL_DEVICE void add_values(float (&dv)[kOwnTiles][4], const Square<E>& a, int n, F sees) const {
+    const int l = opaque(lane());
+    TXL_UNROLL_GPU
+    for (int d = 0; d < kOwnTiles; d += 2) {
+      auto x = SquareRows<E>::load(dout(), 8 * n, own_channel + 8 * d, l);
+      if constexpr (kMasked) put_nan(dv[d], dv[d + 1], x.take_infinite(), sees);
+      add_square(dv[d], dv[d + 1], a, x);
+    }
+  }
+};
+
+}  // namespace txl::cuda
