@@ -94,12 +94,13 @@ def each_fused(dtype: torch.dtype | None = None):
     return [p for p in each_backend(dtype) if p.id != "reference"]
 
 
-def each_dtype(exact: bool = False):
-    """Parameters for `backend, dtype`. The reference in float64 is the truth of most tests, so it is left out
-    unless the test knows the truth by other means (`exact`)."""
+def each_dtype(exact: bool = False, only: str | None = None):
+    """Parameters for `backend, dtype`; only: of one backend. The reference in float64 is the truth of most
+    tests, so it is left out unless the test knows the truth by other means (`exact`)."""
     return [
         pytest.param(b, dtype, id=f"{b.name}-{str(dtype).removeprefix('torch.')}", marks=b.marks)
         for b in available()
+        if only in (None, b.name)
         for dtype in b.dtypes
         if exact or (b.name, dtype) != ("reference", f64)
     ]

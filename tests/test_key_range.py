@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers import (
+    INTERPRET,
     assert_same_bits,
     check,
     each_dtype,
@@ -58,7 +59,7 @@ def test_every_kind_of_range(backend, dtype, L, options):
 
 
 @pytest.mark.parametrize("options", [{}, dict(window_size=(90, 0)), dict(causal=False)], ids=str)
-@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith("cpu")])
+@pytest.mark.parametrize("backend, dtype", each_dtype(only="cpu"))
 def test_ranges_of_a_long_memory(backend, dtype, options):
     """AMX's tiles take keys 512 at a time: ranges in one such span, in two, in three, and none."""
     ranges = key_range((0, 1300), (530, 1290), (1030, 1100), (0, 500), (700, 700), device=backend.device)
@@ -73,6 +74,8 @@ def test_ranges_of_a_long_memory(backend, dtype, options):
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_garbage_outside_the_range(backend, dtype, L, kind):
     """NaN, infinity and huge values where no key exists reach neither outputs nor gradients: same bits."""
+    if INTERPRET and L == 2 and kind not in ("padded", "inside", "empty", "beyond", "extremes"):
+        pytest.skip("Triton's interpreter is slow: with more queries only")
     start, end = RANGES[kind]
     tensors = inputs(B=2, H=1, L=L, K=203, D=24, dtype=dtype, device=backend.device)
     ranges = key_range((start, end), (0, 203), device=backend.device)
