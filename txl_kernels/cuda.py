@@ -80,6 +80,7 @@ def details() -> dict[str, str]:
     return {
         "targets": torch.ops.txl_kernels.cuda_targets(),
         "warpgroups": "on sm_90" if WARPGROUPS else "off",
+        "warpgroups of backward": "on sm_90" if BACKWARD_WARPGROUPS else "off",
     }
 
 
