@@ -6,8 +6,10 @@ which has nvcc's front end and optimiser, and its assembler. PyPI has packages o
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import importlib.metadata
+import locale
 import re
 import subprocess
 import sys
@@ -120,9 +122,12 @@ def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
 @pytest.mark.skipif(EMULATED, reason="TXL_CUDA_EMULATION: there is nothing to compile")
 @pytest.mark.parametrize("element, head, ptx", UNITS)
 def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
-    names = kernels(element, head, ptx)
+    names, encoding = kernels(element, head, ptx), locale.getpreferredencoding(False)
     code, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
-    code.write_bytes(compile_to_ptx(tmp_path, ptx, names))
+    # NVRTC leaves its thread in a locale of ASCII, in which later tests would open files.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        code.write_bytes(pool.submit(compile_to_ptx, tmp_path, ptx, names).result())
+    assert locale.getpreferredencoding(False) == encoding
     ptxas = folder_of("nvcc") / "bin" / "ptxas"
     for arch in ARCHS[ptx]:
         command = [ptxas, f"-arch={arch}", "-O3", "-v", code, "-o", cubin]
