@@ -60,6 +60,7 @@ BACKENDS = (
     Backend("triton", "cpu", (f32, f16)) if INTERPRET else Backend("triton", "cuda", (f32, bf16, f16)),
     Backend("cuda", "cpu", (f32, bf16)) if EMULATED else Backend("cuda", "cuda", (f32, bf16, f16)),
 )
+FUSED = tuple(b.name for b in BACKENDS if b.name != "reference")
 
 
 @functools.cache
@@ -91,16 +92,16 @@ def each_backend(dtype: torch.dtype | None = None):
 
 def each_fused(dtype: torch.dtype | None = None):
     """Parameters for `backend`: the available kernels, without the reference."""
-    return [p for p in each_backend(dtype) if p.id != "reference"]
+    return [p for p in each_backend(dtype) if p.id in FUSED]
 
 
-def each_dtype(exact: bool = False, only: str | None = None):
-    """Parameters for `backend, dtype`; only: of one backend. The reference in float64 is the truth of most
+def each_dtype(exact: bool = False, only: tuple[str, ...] | None = None):
+    """Parameters for `backend, dtype`; only: of these backends. The reference in float64 is the truth of most
     tests, so it is left out unless the test knows the truth by other means (`exact`)."""
     return [
         pytest.param(b, dtype, id=f"{b.name}-{str(dtype).removeprefix('torch.')}", marks=b.marks)
         for b in available()
-        if only in (None, b.name)
+        if only is None or b.name in only
         for dtype in b.dtypes
         if exact or (b.name, dtype) != ("reference", f64)
     ]

@@ -71,7 +71,7 @@ def test_decode_on_one_and_more_threads(backend, L, threads):
     "options", [{}, dict(window_size=(77, 0)), dict(causal=False, window_size=(200, 30)), dict(N=50)], ids=str
 )
 @pytest.mark.parametrize("H", [1, 5])
-@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only="cpu"))
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only=("cpu",)))
 def test_few_heads_on_one_and_more_threads(backend, dtype, H, options, threads):
     """A thread that finds no head left helps with the others; where heads are fewer, blocks are smaller."""
     options = dict(options)
@@ -87,7 +87,7 @@ def test_few_heads_on_one_and_more_threads(backend, dtype, H, options, threads):
 
 
 @pytest.mark.parametrize("L", [2, 70])
-@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only="cpu"))
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only=("cpu",)))
 def test_a_batch_gives_what_its_entries_give_alone(backend, dtype, L):
     """Forward, and the gradients that are not summed over the batch. On a GPU the size of the batch decides
     how far keys are shared out."""

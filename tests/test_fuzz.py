@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from helpers import (
+    FUSED,
     INTERPRET,
     allowed,
     assert_accurate,
@@ -86,7 +87,7 @@ def test_any_valid_call(backend, dtype, problem):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.values[0].name != "reference"])
+@pytest.mark.parametrize("backend, dtype", each_dtype(only=FUSED))
 @settings(max_examples=2500, **{**SETTINGS, "derandomize": "CI" in os.environ, "print_blob": True})
 @given(problem=problems())
 def test_any_valid_call_at_length(backend, dtype, problem):

@@ -59,7 +59,7 @@ def test_every_kind_of_range(backend, dtype, L, options):
 
 
 @pytest.mark.parametrize("options", [{}, dict(window_size=(90, 0)), dict(causal=False)], ids=str)
-@pytest.mark.parametrize("backend, dtype", each_dtype(only="cpu"))
+@pytest.mark.parametrize("backend, dtype", each_dtype(only=("cpu",)))
 def test_ranges_of_a_long_memory(backend, dtype, options):
     """AMX's tiles take keys 512 at a time: ranges in one such span, in two, in three, and none."""
     ranges = key_range((0, 1300), (530, 1290), (1030, 1100), (0, 500), (700, 700), device=backend.device)

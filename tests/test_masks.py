@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     EMULATED,
+    FUSED,
     INTERPRET,
     allowed,
     assert_same_bits,
@@ -347,9 +348,7 @@ def test_gradients_reach_exactly_what_is_seen(backend, dtype, sizes, options):
 
 
 @pytest.mark.parametrize("L", [4, 40, 113])
-@pytest.mark.parametrize(
-    "backend, dtype", [p for p in each_dtype() if not p.id.startswith("reference") and p.values[1] != f16]
-)
+@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype(only=FUSED) if p.values[1] != f16])
 def test_scores_that_overflow_spoil_the_gradients_of_what_is_seen_alone(backend, dtype, L):
     """Finite inputs: a query whose one key gives an infinite score. Its lse is NaN, for the keys it does not
     see too."""
@@ -366,7 +365,7 @@ def test_scores_that_overflow_spoil_the_gradients_of_what_is_seen_alone(backend,
 
 
 @pytest.mark.parametrize("size", [1e4, 3e4, 1e5, 1e6])
-@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if p.id.startswith(("cpu", "triton"))])
+@pytest.mark.parametrize("backend, dtype", each_dtype(only=("cpu", "triton")))
 def test_huge_scores_have_bounded_gradients(backend, dtype, size):
     """Where lse is as coarse as the scores' differences, probabilities made from it are still at most 1."""
     if size > torch.finfo(dtype).max / 5:
@@ -383,7 +382,7 @@ def test_huge_scores_have_bounded_gradients(backend, dtype, size):
 @pytest.mark.parametrize("K", [150, 1500])  # within a chunk of keys, and over many
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "r", "dout"])
-@pytest.mark.parametrize("backend, dtype", [p for p in each_dtype() if not p.id.startswith("reference")])
+@pytest.mark.parametrize("backend, dtype", each_dtype(only=FUSED))
 def test_what_is_not_finite_reaches_the_gradients_of_those_that_see_it_alone(backend, dtype, name, value, K):
     """A row of one head: the queries that see it pass it on to the keys and rows of r that they see. (The
     reference's gradients are autograd's, which multiplies NaN by the zeros of what is hidden.)"""
