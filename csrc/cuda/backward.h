@@ -29,6 +29,7 @@ template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
+  static constexpr bool kDrops = kDropout;
   static constexpr int kKeys = kWide ? 32 : 64;
   using Keys = KeyBlock<E, kHead, kKeys, (kNarrow && is_half<E> ? kKeys : 32), 4, kNarrow>;
   using DkDv = DkDvKernel<Keys, kDropout>;
@@ -44,7 +45,7 @@ struct BackwardOf {
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
-template <typename E, int kHead>
+template <typename E, int kHead, bool kDropout>
 struct WarpgroupBackward {
   static int dk_dv(const BackwardParams& params, void* stream);
 };
@@ -74,6 +75,7 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
                         Scales(p),
                         heads_together(p, sizeof(E)),
                         {}};
+  warpgroups = warpgroups && kWarpgroupBackward<E, kHead>;
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {
@@ -96,9 +98,9 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
     start(Type<PrepareKernel<E, kHead>>{}, params, 0);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;
-      if (!kWarpgroupBackward<E, kHead> || !warpgroups) start(Type<DkDv>{}, params, DkDv::kSharedBytes);
+      if (!warpgroups) start(Type<DkDv>{}, params, DkDv::kSharedBytes);
       if constexpr (kWarpgroupBackward<E, kHead>) {
-        if (warpgroups && !error) error = WarpgroupBackward<E, kHead>::dk_dv(params, stream);
+        if (warpgroups && !error) error = WarpgroupBackward<E, kHead, Of::kDrops>::dk_dv(params, stream);
       }
       start(Type<Dq>{}, params, Dq::kSharedBytes);
       const int64_t width = 2 * (p.D + 1);
@@ -107,8 +109,7 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
             width, width, View{w.clamped, 0, width, 0}, 1);
       start(Type<Dr>{}, params, Dr::kSharedBytes);
     });
-    const int64_t of_keys =
-        kWarpgroupBackward<E, kHead> && warpgroups ? div_up(p.K, kWarpgroupKeys) : DkDv::parts(params);
+    const int64_t of_keys = warpgroups ? div_up(p.K, kWarpgroupKeys) : DkDv::parts(params);
     if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, of_keys, p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
       sum(Sum{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);

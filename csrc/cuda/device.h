@@ -210,6 +210,13 @@ TXL_DEVICE void warpgroup_wait() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TXL_WGMMA(columns, type) "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " "
+#define TXL_OF_ELEMENT(product) \
+  {                             \
+    if constexpr (is_bf16<E>)   \
+      product("bf16");          \
+    else                        \
+      product("f16");           \
+  }
 template <typename E, bool kTransposed, bool kAdd, int kTiles>
 TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(is_half<E> && (kTiles == 8 || kTiles == 16), "bf16 or f16; 64 or 128 columns");
@@ -222,17 +229,10 @@ TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uin
   asm volatile(TXL_WGMMA("128", type) TXL_D64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1, %70;" \
                : TXL_D4(0), TXL_D4(4), TXL_D4(8), TXL_D4(12)                                  \
                : TXL_A)
-  if constexpr (kTiles == 8) {
-    if constexpr (is_bf16<E>)
-      TXL_WGMMA_64("bf16");
-    else
-      TXL_WGMMA_64("f16");
-  } else {
-    if constexpr (is_bf16<E>)
-      TXL_WGMMA_128("bf16");
-    else
-      TXL_WGMMA_128("f16");
-  }
+  if constexpr (kTiles == 8)
+    TXL_OF_ELEMENT(TXL_WGMMA_64)
+  else
+    TXL_OF_ELEMENT(TXL_WGMMA_128)
 #undef TXL_A
 #undef TXL_WGMMA_64
 #undef TXL_WGMMA_128
@@ -246,17 +246,10 @@ TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
   asm volatile(TXL_WGMMA("32", type) TXL_D16 "}, %16, %17, %18, 1, 1, 0, 0;" : TXL_D4(0) : TXL_A)
 #define TXL_WGMMA_64(type) \
   asm volatile(TXL_WGMMA("64", type) TXL_D32 "}, %32, %33, %34, 1, 1, 0, 0;" : TXL_D4(0), TXL_D4(4) : TXL_A)
-  if constexpr (kTiles == 4) {
-    if constexpr (is_bf16<E>)
-      TXL_WGMMA_32("bf16");
-    else
-      TXL_WGMMA_32("f16");
-  } else {
-    if constexpr (is_bf16<E>)
-      TXL_WGMMA_64("bf16");
-    else
-      TXL_WGMMA_64("f16");
-  }
+  if constexpr (kTiles == 4)
+    TXL_OF_ELEMENT(TXL_WGMMA_32)
+  else
+    TXL_OF_ELEMENT(TXL_WGMMA_64)
 #undef TXL_A
 #undef TXL_WGMMA_32
 #undef TXL_WGMMA_64
@@ -267,6 +260,7 @@ TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
 #undef TXL_D32
 #undef TXL_D64
 #undef TXL_WGMMA
+#undef TXL_OF_ELEMENT
 
 // The nearest number of 10 explicit bits (ties away from zero): a float32, whose lower 13 bits are 0.
 TXL_DEVICE uint32_t tf32(float x) {

@@ -34,16 +34,14 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
   return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
 }
 
-template <typename E, int kHead>
-int WarpgroupBackward<E, kHead>::dk_dv(const BackwardParams& params, void* stream) {
-  using Plain = DkDvKernel<WarpgroupKeyBlock<E, kHead>, false>;
-  using Dropping = DkDvKernel<WarpgroupKeyBlock<E, kHead>, true>;
-  const int64_t blocks = Plain::blocks(params);
-  return params.p.dropout_p > 0 ? launch<Dropping>(blocks, Dropping::kSharedBytes, params, stream)
-                                : launch<Plain>(blocks, Plain::kSharedBytes, params, stream);
+template <typename E, int kHead, bool kDropout>
+int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, void* stream) {
+  using Kernel = DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>;
+  return launch<Kernel>(Kernel::blocks(params), Kernel::kSharedBytes, params, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
-template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD>;
+template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD, false>;
+template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD, true>;
 
 }  // namespace txl::cuda

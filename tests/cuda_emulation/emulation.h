@@ -272,9 +272,9 @@ constexpr uint64_t kMbarrierBytes = 0x7265697272616200;  // what lies in shared 
 struct PendingProduct {
   float* d[32];
   uint32_t a[32][4];
-  uint64_t shared_a, b;
+  uint64_t shared_a, b;           // descriptors; no shared_a: a lies in registers
   uint32_t time, barrier, group;  // when it was started, the block's last barrier before
-  bool bf16, a_is_shared, transposed, add;
+  bool bf16, transposed, add;
 };
 
 // The accumulators that pending products add to, as they were: until the end they are nobody's to use.
@@ -1050,8 +1050,8 @@ inline const unsigned char* access_product(const PendingProduct& product, int th
 
 struct WarpgroupProduct {
   float* d;
-  const uint32_t* a;  // null: in shared memory
-  uint64_t shared_a, b;
+  const uint32_t* a;     // null: in shared memory
+  uint64_t shared_a, b;  // 0: in registers
 };
 
 template <bool is_bf16, bool transposed, bool add, int tiles>
@@ -1062,18 +1062,19 @@ TXL_COLLECTIVE inline void start_product(WarpgroupProduct mine) {
     if (!w.products_begun) fail(m.thread, "warpgroup_mma without a warpgroup_begin since the last wait");
     if (m.launch->threads % 128 != 0)
       fail(m.thread, "warpgroup_mma in a block of %d threads", m.launch->threads);
-    const bool a_is_shared = !lane[0]->a;
     const uint64_t a = lane[0]->shared_a, b = lane[0]->b;
-    for (const uint64_t descriptor : {a_is_shared ? a : b, b})
+    const auto check = [&](uint64_t descriptor) {
       if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
         fail(m.thread, "warpgroup_mma: only descriptors of the 128-byte swizzle without a base offset");
-    PendingProduct product{{},      {},          a,          b,  m.now, m.block_time, w.product_groups,
-                           is_bf16, a_is_shared, transposed, add};
+    };
+    if (a) check(a);
+    check(b);
+    PendingProduct product{{}, {}, a, b, m.now, m.block_time, w.product_groups, is_bf16, transposed, add};
     for (int l = 0; l < 32; ++l) {
       if (lane[l]->b != b || lane[l]->shared_a != a)
         fail(m.thread, "warpgroup_mma: lanes have different descriptors");
       product.d[l] = lane[l]->d;
-      if (!a_is_shared) memcpy(product.a[l], lane[l]->a, sizeof(product.a[l]));
+      if (!a) memcpy(product.a[l], lane[l]->a, sizeof(product.a[l]));
     }
     bool known = false;
     for (const PendingSum& sum : w.sums) known |= sum.d[0] == lane[0]->d;
@@ -1135,7 +1136,7 @@ inline void compute(const PendingProduct& product, PendingSum& sum) {
       }
   }
   float left[16][16];
-  if (product.a_is_shared) {
+  if (product.shared_a) {
     for (int m = 0; m < 16; ++m)
       for (int k = 0; k < 16; k += 8) {
         read(product.shared_a, first / 32 % 4 * 16 + m, k);
