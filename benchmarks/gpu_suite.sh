@@ -198,7 +198,7 @@ first_tests() {
     TXL_CUDA_WARPGROUPS=0 run_tests tests-mma 75 -k "cuda and not float32 and not test_large" \
       tests/test_triton_gpu.py tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py \
       tests/test_dropout.py
-    # dk and dv by wgmma, which are not by default.
+    # Backward by wgmma, which it is not by default.
     TXL_CUDA_BACKWARD_WARPGROUPS=1 run_tests tests-wgmma-backward 75 -k "cuda and not float32 and not test_large" \
       tests/test_rel_attn_grad.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py tests/test_dropout.py \
       tests/test_determinism.py

@@ -80,7 +80,7 @@ class Report:
 
 
 def short(kernel: str) -> str:
-    return kernel.replace("txl::cuda::", "").replace("::txl::cuda::", "")
+    return re.sub("> (?=>)", ">", kernel.replace("txl::cuda::", "").replace("::txl::cuda::", ""))
 
 
 @functools.cache
@@ -192,7 +192,8 @@ float16's kernels are bfloat16's with other names of instructions.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
   Forward's are its block of queries and that: `ForwardBlock` (its last number: warps) or, for sm_90a,
   `WarpgroupBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
-  whether keys are held) or `WarpgroupKeyBlock`.
+  whether keys are held) or `WarpgroupKeyBlock`; dq's: `SlopeBlock` (keys) or `WarpgroupSlopeBlock`; and
+  dr's: `RowBlock` (queries) or `WarpgroupRowBlock`.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

@@ -122,6 +122,8 @@ def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     blocks = [line for line in ran if "ForwardKernel" in line or "DkDvKernel" in line]
     assert sum("WarpgroupBlock" in line for line in blocks) == forward
     assert sum("WarpgroupKeyBlock" in line for line in blocks) == backward
+    for block in ("WarpgroupSlopeBlock", "WarpgroupRowBlock"):
+        assert sum(block in line for line in ran) == backward
     assert len(blocks) == 1 + backward
     assert (boxes(ran) > 0) == (forward and D % 8 == 0)
 

@@ -69,10 +69,12 @@ def folder_of(part: str) -> Path:
 def kernels(element: str, head: int, ptx: str) -> list[str]:
     """Those that csrc/cuda/kernels.cu launches, or warpgroup_kernels.cu."""
     if ptx != cuda_build.PTX:
+        of_class = f"<{element}, {head}>"
         return [
-            f"{kernel}<{block}<{element}, {head}>, {dropout}>"
-            for kernel, block in (("ForwardKernel", "WarpgroupBlock"), ("DkDvKernel", "WarpgroupKeyBlock"))
-            for dropout in ("false", "true")
+            *(f"ForwardKernel<WarpgroupBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
+            *(f"DkDvKernel<WarpgroupKeyBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
+            f"DqKernel<WarpgroupSlopeBlock{of_class}>",
+            f"DrKernel<WarpgroupRowBlock{of_class}>",
         ]
     found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>"]
     found += [f"SumKernel<{element}, {elements}>" for elements in (8, 128)]
@@ -105,7 +107,7 @@ def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
         assert getattr(nvrtc, f"nvrtcGet{of}")(program, buffer) == 0
         return buffer.value
 
-    headers = ("backward.h", "forward.h", "warpgroup_block.h", "warpgroup_key_block.h")
+    headers = ("backward.h", "forward.h", *(f"warpgroup_{x}block.h" for x in ("", "key_", "slope_", "row_")))
     source = "".join(f'#include "{name}"\n' for name in headers) + "using namespace txl::cuda;\n"
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     try:

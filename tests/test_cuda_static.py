@@ -30,15 +30,21 @@ def assert_sound(report: static.Report) -> None:
             for kind in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG", "BRA.U.ANY")
         )
         # Forward: for a near tile three, and one where a band begins. Of keys: two for a band, five for tiles
-        # of three kinds, which for long rows are loops of their own. Else registers were in the compiler's
-        # way, and it lets every instruction wait for the one before.
-        of_keys = "WarpgroupKeyBlock" in report.kernel
-        expected = (5 if report.head > 64 else 7) if of_keys else 4
+        # of three kinds, which for long rows are loops of their own. Of dS: one for near tiles, one for far
+        # ones. Of rows of r: one. Else registers were in the compiler's way, and it lets every instruction
+        # wait for the one before.
+        forward = "WarpgroupBlock" in report.kernel
+        expected = {
+            "WarpgroupBlock": 4,
+            "WarpgroupKeyBlock": 5 if report.head > 64 else 7,
+            "WarpgroupSlopeBlock": 2,
+            "WarpgroupRowBlock": 1,
+        }[re.search(r"Warpgroup\w+", report.kernel)[0]]
         assert waits == expected and products >= 4 * waits, (
             f"{report.kernel}: {products} wgmma, {waits} waits"
         )
         # Of keys, values and r; and not told by every thread in turn.
-        least = 0 if of_keys else 3 * report.head // 64
+        least = 3 * report.head // 64 if forward else 0
         assert boxes >= least and turns == 0, f"{report.kernel}: {boxes} boxes, {turns} turns"
     assert report.blocks >= 1, f"{report.kernel} on sm_{report.arch}: {report.shared} bytes of shared memory"
     spills = f"{report.kernel} on sm_{report.arch}: {report.stack} bytes of stack, {report.local} accesses"
@@ -143,20 +149,20 @@ def test_rows_of_float32_are_read_transposed_without_conflicts(head):
 
 @pytest.mark.parametrize("BN", [16, 32])
 def test_the_bands_gradient_in_float32_is_read_without_conflicts(BN):
-    """csrc/cuda/backward_dq.h: lane 4 a + b has columns 2 b, 2 b + 1 of row a, half a warp at a time."""
+    """csrc/cuda/slope_block.h: lane 4 a + b has columns 2 b, 2 b + 1 of row a, half a warp at a time."""
     pitch = 16 + BN + 8  # kSlopePitch
     lanes = [(a, 2 * b) for a in range(8) for b in range(4)]
     for half in (lanes[:16], lanes[16:]):
         assert passes([(a * pitch + c, a * pitch + c + 1) for a, c in half]) == 1
 
 
-@pytest.mark.parametrize("element, worst", [("bf16", 1), ("f32", 2)])
-def test_the_gradient_of_scores_is_read_along_its_columns_with_few_conflicts(element, worst):
+@pytest.mark.parametrize("element, rows, worst", [("bf16", 64, 1), ("bf16", 128, 1), ("f32", 64, 2)])
+def test_the_gradient_of_scores_is_read_along_its_columns_with_few_conflicts(element, rows, worst):
     """csrc/cuda/backward_dr.h: lane 4 a + b reads column a of queries 2 b and 2 b + 1, one by one. Rows begin
     with whole pieces of 16 bytes, so that from query to query there is one element more to skip."""
     size = 4 if element == "f32" else 2
     piece = 16 // size
-    pitch = (64 // piece + 1) * 16  # kSlopeBytes
+    pitch = (rows // piece + 1) * 16  # kSlopeBytes
 
     def word(query, column, first):
         return (query * pitch + (column + (first + query) % piece) * size) // 4
@@ -231,6 +237,39 @@ def test_warpgroups_of_keys_write_the_band_and_read_it_without_conflicts():
                 queries = [n + x + 2 * b for _, b in lanes]
                 reads = [(word(i, 63 - i + key + a),) for i, (a, _) in zip(queries, lanes, strict=True)]
                 assert passes(reads) == 1
+
+
+def test_warpgroups_of_slopes_read_them_twice_at_most_and_moved_without_conflicts():
+    """csrc/cuda/warpgroup_slope_block.h: eight lanes write a line of a tile's row; ldmatrix reads the same
+    piece of eight rows; lane 4 a + b the words of two keys of row a, as many keys on as its query is."""
+    pitch = 3 * 128 // 4  # kSlopePitch
+
+    def word(row, tile, key):
+        return row * pitch + tile * 32 + (key // 2 + 8 * row) % 32
+
+    def piece(row, tile, n):
+        return tuple(word(row, tile, 8 * n + 2 * x) for x in range(4))
+
+    for row in range(128):
+        for tile in range(3):
+            line = [piece(row, tile, n) for n in range(8)]
+            assert all(words == tuple(range(words[0], words[0] + 4)) for words in line)
+            assert passes(line) == 1 and len({words[0] // 32 for words in line}) == 1
+    for first in range(0, 128, 8):
+        for n in range(8):
+            assert passes([piece(first + row, 0, n) for row in range(8)]) == 2
+    for warp in range(4):
+        for n in range(0, 64, 8):
+            for y, moved in ((0, -1), (0, 1), (1, 0)):  # of the first query the words around its pair
+                lanes = []
+                for a in range(8):
+                    for b in range(4):
+                        row = 16 * warp + 8 * y + a
+                        query = row % 8 * 8 + row // 8  # query_of_row
+                        key = n + 2 * b - 63 + query + moved
+                        assert key % 2 == 0
+                        lanes.append((word(row, 1 if key < 0 else 2, key % 64),))
+                assert passes(lanes) == 1
 
 
 def test_no_pitch_reads_the_band_without_conflicts():

@@ -5,7 +5,7 @@ backend serves tensors on the CPU, slowly, every access to memory checked.
 
 On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
 than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
-TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: dk and dv, too, if D is 33 to 64 or 97 to 128.
+TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: backward, too, if D is 33 to 64 or 97 to 128.
 That has not been timed, so it is off.
 
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a

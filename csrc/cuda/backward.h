@@ -23,31 +23,44 @@ int64_t backward_workspace(const Problem& p, int64_t budget) {
   return Workspace(p, sizeof(E), kHead, budget, nullptr).floats;
 }
 
-// The tiles of a class of head dimensions. With rows of up to 256 bytes a block has less than 100 KiB of
-// shared memory, which every GPU has from sm_80 on.
+template <class Kernel>
+int launch_part(const BackwardParams& params, void* stream) {
+  return launch<Kernel>(Kernel::blocks(params), Kernel::kSharedBytes, params, stream);
+}
+
+// The kernels of a class of head dimensions, and how many keys, queries and rows of r a block has. With rows
+// of up to 256 bytes a block has less than 100 KiB of shared memory, which every GPU has from sm_80 on.
 template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
-  static constexpr bool kDrops = kDropout;
-  static constexpr int kKeys = kWide ? 32 : 64;
+  static constexpr int kKeys = kWide ? 32 : 64, kQueries = 64, kRows = 64;
   using Keys = KeyBlock<E, kHead, kKeys, (kNarrow && is_half<E> ? kKeys : 32), 4, kNarrow>;
   using DkDv = DkDvKernel<Keys, kDropout>;
   // float32, split into two, leaves fewer registers.
-  using Dq = DqKernel<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>;
-  using Dr = DrKernel<E, kHead, (kWide ? 32 : 64)>;
+  using Dq = DqKernel<SlopeBlock<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>>;
+  using Dr = DrKernel<RowBlock<E, kHead, (kWide ? 32 : 64)>>;
   static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
                           Dr::kSharedBytes <= 99 * 1024),
                 "every GPU has it");
   static_assert(Dq::kSharedBytes <= 163 * 1024 && DkDv::kSharedBytes <= 163 * 1024 &&
                     Dr::kSharedBytes <= 163 * 1024,
                 "sm_80 has it; txl_kernels/cuda.py refuses GPUs that have less");
+  static_assert(DkDv::BN == kKeys && Dq::BM == kQueries && Dr::BN == kRows, "as said");
+
+  static int dk_dv(const BackwardParams& params, void* stream) { return launch_part<DkDv>(params, stream); }
+  static int dq(const BackwardParams& params, void* stream) { return launch_part<Dq>(params, stream); }
+  static int dr(const BackwardParams& params, void* stream) { return launch_part<Dr>(params, stream); }
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
 template <typename E, int kHead, bool kDropout>
 struct WarpgroupBackward {
+  static constexpr int kKeys = kWarpgroupKeys, kQueries = kWarpgroupQueries, kRows = kWarpgroupRows;
+
   static int dk_dv(const BackwardParams& params, void* stream);
+  static int dq(const BackwardParams& params, void* stream);
+  static int dr(const BackwardParams& params, void* stream);
 };
 #if defined(TXL_WARPGROUPS)
 template <typename E, int kHead>
@@ -66,7 +79,7 @@ struct Type {
 // but the batch is at least 1.
 template <typename E, int kHead>
 int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                    int64_t budget, bool warpgroups, void* stream) {
+                    int64_t budget, [[maybe_unused]] bool warpgroups, void* stream) {
   BackwardParams params{p,
                         t,
                         dropout_seed,
@@ -75,7 +88,6 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
                         Scales(p),
                         heads_together(p, sizeof(E)),
                         {}};
-  warpgroups = warpgroups && kWarpgroupBackward<E, kHead>;
   const Workspace& w = params.w;
   int error = 0;
   const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {
@@ -90,35 +102,35 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
   // Of many parts, and of the few that dr may have.
   using Sum = Type<SumKernel<E, 8>>;
   using SumFew = Type<SumKernel<E, 128>>;
-  const auto each = [&](auto dropout) {
-    using Of = BackwardOf<E, kHead, decltype(dropout)::value>;
-    using DkDv = typename Of::DkDv;
-    using Dq = typename Of::Dq;
-    using Dr = typename Of::Dr;
+  const auto run = [&](auto kernels) {
+    using Of = typename decltype(kernels)::type;
     start(Type<PrepareKernel<E, kHead>>{}, params, 0);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;
-      if (!warpgroups) start(Type<DkDv>{}, params, DkDv::kSharedBytes);
-      if constexpr (kWarpgroupBackward<E, kHead>) {
-        if (warpgroups && !error) error = WarpgroupBackward<E, kHead, Of::kDrops>::dk_dv(params, stream);
-      }
-      start(Type<Dq>{}, params, Dq::kSharedBytes);
-      const int64_t width = 2 * (p.D + 1);
+      if (!error) error = Of::dk_dv(params, stream);
+      if (!error) error = Of::dq(params, stream);
+      const int64_t of_queries = div_up(chunk.hi - chunk.lo, Of::kQueries), width = 2 * (p.D + 1);
       if (params.clamps)
-        sum(Type<SumKernel<float, 8>>{}, w.clamped_parts, chunk.batches, chunk.heads, Dq::parts(params),
-            width, width, View{w.clamped, 0, width, 0}, 1);
-      start(Type<Dr>{}, params, Dr::kSharedBytes);
+        sum(Type<SumKernel<float, 8>>{}, w.clamped_parts, chunk.batches, chunk.heads, of_queries, width,
+            width, View{w.clamped, 0, width, 0}, 1);
+      if (!error) error = Of::dr(params, stream);
     });
-    const int64_t of_keys = warpgroups ? div_up(p.K, kWarpgroupKeys) : DkDv::parts(params);
-    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, of_keys, p.D, p.D, t.du, p.scale);
+    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, div_up(p.K, Of::kKeys), p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
-      sum(Sum{}, w.dv_bias_parts, w.splits, p.H, Dr::parts(params), p.D, p.D, t.dv_bias, p.scale);
+      sum(Sum{}, w.dv_bias_parts, w.splits, p.H, div_up(p.N, Of::kRows), p.D, p.D, t.dv_bias, p.scale);
     if (!w.whole_dr) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
+  const auto choose = [&](auto dropout) {
+    constexpr bool kDropout = decltype(dropout)::value;
+    if constexpr (kWarpgroupBackward<E, kHead>) {
+      if (warpgroups) return run(Type<WarpgroupBackward<E, kHead, kDropout>>{});
+    }
+    run(Type<BackwardOf<E, kHead, kDropout>>{});
+  };
   if (p.dropout_p > 0)
-    each(std::true_type{});
+    choose(std::true_type{});
   else
-    each(std::false_type{});
+    choose(std::false_type{});
   return error;
 }
 

@@ -177,8 +177,8 @@ struct DkDvKernel : private Block {
   TXL_DEVICE void store() {
     const Rows<E, kHead> of_dk{base}, of_dv{base + Block::kKeyBytes};
     sync_threads();  // all are done with the keys and values
-    put_rows(of_dk, own_key, own_channel, dk, params.scale.queries);
-    put_rows(of_dv, own_key, own_channel, dv, params.scale.kept);
+    put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.queries);
+    put_rows(of_dv, own_key + lane() / 4, own_channel, dv, params.scale.kept);
     if (own_channel == 0 && lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
         store_shared(base + Block::kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);

@@ -33,18 +33,53 @@ TXL_DEVICE RowTiles queries_of_rows(const Problem& p, const Chunk& chunk, Range 
   return {chunk.within(begin), chunk.within(all_lo), chunk.within(all_hi), chunk.within(end)};
 }
 
-template <typename E, int kHead, int BM>
+// ---- The product ----
+
+template <typename E, int kChannels, int kQueries>
+struct RowBlock {
+  using Element = E;
+  static constexpr int kHead = kChannels, BM = kQueries, kWarps = 4;
+  using Tile = Rows<E, kHead>;
+  static constexpr uint32_t kAlignment = 128;  // of tiles; shared_base() has 128
+
+  // What was copied has arrived, and all threads are done with what they did before.
+  static TXL_DEVICE void wait() {
+    wait_copies<0>();
+    sync_threads();
+  }
+
+  // dr += dS^T q_v, sum += dS of each row; slopes(n): dS^T of the tile's n-th 16 queries. kMasked: some are
+  // not seen.
+  template <bool kMasked, int kHeadTiles, typename Queries, typename F>
+  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Queries q_v, F slopes) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < BM / 16; ++n) {
+      const auto a = slopes(n);
+      add_rows<kMasked>(dr, a, q_v, 16 * n, 0);
+      add_sum(sum, a);
+    }
+  }
+};
+
+// ---- The kernel ----
+
+// Block: RowBlock or WarpgroupRowBlock.
+template <typename Block>
 struct DrKernel {
   using Params = BackwardParams;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, BN = 16 * kWarps;
+  using E = typename Block::Element;
+  using Tile = typename Block::Tile;
+  static constexpr int kHead = Block::kHead, BM = Block::BM, kWarps = Block::kWarps;
+  static constexpr int kThreads = 32 * kWarps, BN = 16 * kWarps;
   static constexpr int kHeadTiles = kHead / 8;
   static constexpr int kPieces = BN / kPiece<E> + 1;  // of a row of dS, which may begin within the first
 
   // Shared memory: two places each for dS and q + v; the sums of dS at the end. From a row of dS to the
   // second next are 8 banks modulo 32.
-  static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Rows<E, kHead>::kRowBytes;
+  static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Tile::kRowBytes;
   static constexpr uint32_t kQueriesAt = 2 * BM * kSlopeBytes, kSumsAt = kQueriesAt + 2 * kQueryBytes;
-  static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4;
+  static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + Block::kAlignment - 128;
+  static_assert(kQueriesAt % Block::kAlignment == 0, "tiles begin at multiples of it");
   static_assert(2 * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
   static int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
@@ -60,7 +95,7 @@ struct DrKernel {
   float dr[kHeadTiles][4];
   float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;    // of shared memory
-  using TileCopier = Copier<kThreads, Rows<E, kHead>>;
+  using TileCopier = Copier<kThreads, Tile>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
 
@@ -68,18 +103,22 @@ struct DrKernel {
   struct Entry {
     int b;
     Mask mask;
-    RowTiles tiles;
-    int first_key;  // of query 0 and the block's first row
+    RowTiles tiles, own;  // the block's, and those of the warp's 64 rows
+    int first_key;        // of query 0 and the block's first row
     Copied q_v;
 
     TXL_DEVICE Entry(const DrKernel& block, int b_)
         : b(b_),
           mask(block.p, block.p.keys_of_batch(b)),
           tiles(queries_of_rows<BM, BN>(block.p, block.params.chunk, {mask.lo, mask.hi}, block.c0)),
+          own(BN == 64 ? tiles
+                       : queries_of_rows<BM, 64>(block.p, block.params.chunk, {mask.lo, mask.hi},
+                                                 block.c0 + uniform(warp() / 4) * 64)),
           first_key(static_cast<int>(block.p.key(0, block.c0))),
           q_v(block.copier.rows(block.params.w.q_v, b, block.h)) {}
 
-    TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.all_lo || i0 >= tiles.all_hi; }
+    TXL_DEVICE bool is_hidden(int i0) const { return BN > 64 && (i0 < own.begin || i0 >= own.end); }
+    TXL_DEVICE bool is_masked(int i0) const { return i0 < own.all_lo || i0 >= own.all_hi; }
     // How many elements before the block's first the tile's row y of dS is copied from; BM is whole pieces.
     TXL_DEVICE int skipped(int y) const { return (first_key + y) & (kPiece<E> - 1); }
   };
@@ -101,7 +140,7 @@ struct DrKernel {
         end_entry(smaller((split + 1) * static_cast<int>(x.w.entries), x.chunk.b + x.chunk.batches)),
         dr{},
         ds_sum{},
-        base(shared_base()),
+        base((shared_base() + Block::kAlignment - 1) / Block::kAlignment * Block::kAlignment),
         copier(p) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>(div_up(p.N, BN)); }
@@ -114,7 +153,7 @@ struct DrKernel {
   // Two places, in turns.
   static TXL_DEVICE uint32_t turn(int i0) { return static_cast<uint32_t>(i0) / BM % 2; }
   TXL_DEVICE uint32_t slopes(int i0) const { return base + turn(i0) * BM * kSlopeBytes; }
-  TXL_DEVICE Rows<E, kHead> q_v(int i0) const { return {base + kQueriesAt + turn(i0) * kQueryBytes}; }
+  TXL_DEVICE Tile q_v(int i0) const { return {base + kQueriesAt + turn(i0) * kQueryBytes}; }
 
   TXL_DEVICE void collect() {
     if (params.clamps && split == static_cast<int>(splits(params).lo)) add_clamped();
@@ -128,10 +167,10 @@ struct DrKernel {
     sync_threads();  // all are done with the entry before
     copy_tile(entry, tiles.begin);
     for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
-      wait_copies<0>();
-      sync_threads();  // the tile is there for all, and all are done with the one before
+      Block::wait();  // the tile is there for all, and all are done with the one before
       base = opaque(base);
       if (i0 + BM < tiles.end) copy_tile(entry, i0 + BM);
+      if (entry.is_hidden(i0)) continue;
       if (entry.is_masked(i0))
         add_queries<true>(entry, i0);
       else
@@ -191,17 +230,15 @@ struct DrKernel {
 
   template <bool kMasked>
   TXL_DEVICE void add_queries(const Entry& entry, int i0) {
-    TXL_UNROLL_GPU
-    for (int first = 0; first < BM; first += 16) {
-      auto a = load_slopes(entry, i0, first);
+    Block::template add<kMasked>(dr, ds_sum, q_v(i0), [&](int n) {
+      auto a = load_slopes(entry, i0, 16 * n);
       if constexpr (kMasked)
-        a.keep([&](int n, int x) {
-          const int i = i0 + first + 8 * n + lane() % 4 * 2 + x % 2;
+        a.keep([&](int m, int x) {
+          const int i = i0 + 16 * n + 8 * m + lane() % 4 * 2 + x % 2;
           return entry.mask.sees(i, entry.first_key + i + own_row() + lane() / 4 + x / 2 * 8);
         });
-      add_rows<kMasked>(dr, a, q_v(i0), first, 0);
-      add_sum(ds_sum, a);
-    }
+      return a;
+    });
   }
 
   // dS^T of the warp's rows and the tile's 16 queries from `first` on.
@@ -239,7 +276,7 @@ struct DrKernel {
                      ds_sum[2 * y]);
     const Rows<E, kHead> results{base + kQueriesAt};
     if (params.w.whole_dr)
-      put_rows(results, own_row(), 0, dr, params.scale.queries);
+      put_rows(results, own_row() + lane() / 4, 0, dr, params.scale.queries);
     else
       store_part();
     sync_threads();
@@ -282,8 +319,8 @@ struct DrKernel {
 
 // The compiler would spill for a fourth, and for an eighth.
 template <typename E, int BM>
-constexpr int kLeastBlocks<DrKernel<E, 96, BM>> = 3;
+constexpr int kLeastBlocks<DrKernel<RowBlock<E, 96, BM>>> = 3;
 template <typename E, int BM>
-constexpr int kLeastBlocks<DrKernel<E, 32, BM>> = 7;
+constexpr int kLeastBlocks<DrKernel<RowBlock<E, 32, BM>>> = 7;
 
 }  // namespace txl::cuda

@@ -155,8 +155,8 @@ struct BackwardParams {
   }
 };
 
-// Of a block of dk and dv's kernel by warpgroups.
-constexpr int kWarpgroupKeys = 128;
+// Of a block by warpgroups: of dk and dv's kernel, of dq's, and of dr's.
+constexpr int kWarpgroupKeys = 128, kWarpgroupQueries = 128, kWarpgroupRows = 128;
 
 // ---- Products ----
 
@@ -182,14 +182,14 @@ TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Tile rows,
 
 // ---- Results ----
 
-// acc * factor to the warp's 16 rows from `row` on, the channels from `channel` on.
-template <typename E, int kHead, int kTiles>
+// acc * factor to the lane's rows, `row` and the one kApart behind it, the channels from `channel` on.
+template <int kApart = 8, typename E, int kHead, int kTiles>
 TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&acc)[kTiles][4],
                          float factor) {
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; ++d)
     for (int y = 0; y < 2; ++y)
-      store_pair<E>(to.at(row + lane() / 4 + 8 * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
+      store_pair<E>(to.at(row + kApart * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
                     acc[d][2 * y + 1] * factor);
 }
 

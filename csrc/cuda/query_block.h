@@ -29,8 +29,8 @@ struct QueryBlock {
                        kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
   // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice. Of
-  // elements of 16 bits, an odd number of 16 bytes. Warpgroups keep the columns of two tiles.
-  static constexpr int kBandPitch = (kPanels ? 2 * BN : kBand) + 8;
+  // elements of 16 bits, an odd number of 16 bytes. Warpgroups keep the columns of two tiles, or dS of three.
+  static constexpr int kBandPitch = kPanels && !kScores ? 3 * BN : (kPanels ? 2 * BN : kBand) + 8;
   static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
@@ -61,7 +61,7 @@ struct QueryBlock {
   KeyTiles tiles;
   uint32_t base;  // of shared memory
   // Of long rows dq has no registers for what copies could know beforehand.
-  using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores ? 256 : 128)>;
+  using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores || kPanels ? 256 : 128)>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
   Copied k_rows, v_rows, r_rows;

@@ -4,6 +4,8 @@
 #include "forward.h"
 #include "warpgroup_block.h"
 #include "warpgroup_key_block.h"
+#include "warpgroup_row_block.h"
+#include "warpgroup_slope_block.h"
 
 namespace txl::cuda {
 
@@ -36,8 +38,15 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
 
 template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, void* stream) {
-  using Kernel = DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>;
-  return launch<Kernel>(Kernel::blocks(params), Kernel::kSharedBytes, params, stream);
+  return launch_part<DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>>(params, stream);
+}
+template <typename E, int kHead, bool kDropout>
+int WarpgroupBackward<E, kHead, kDropout>::dq(const BackwardParams& params, void* stream) {
+  return launch_part<DqKernel<WarpgroupSlopeBlock<E, kHead>>>(params, stream);
+}
+template <typename E, int kHead, bool kDropout>
+int WarpgroupBackward<E, kHead, kDropout>::dr(const BackwardParams& params, void* stream) {
+  return launch_part<DrKernel<WarpgroupRowBlock<E, kHead>>>(params, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
