@@ -234,7 +234,7 @@ other_tests() {
 # ---- Benchmarks --------------------------------------------------------------------------------------------
 
 run_benchmarks() {
-  local batch attention=("$python" benchmarks/bench_attn.py --device cuda)
+  local batch head attention=("$python" benchmarks/bench_attn.py --device cuda)
   if ! has tqdm; then
     failed=1
     say "no benchmarks: they need tqdm"
@@ -243,6 +243,11 @@ run_benchmarks() {
   bench must_reach 300 "$python" benchmarks/must_reach.py --device cuda
   TXL_CUDA_BACKWARD_WARPGROUPS=1 bench must_reach-wgmma-backward 60 \
     "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ train"
+  # Kernel by kernel.
+  for head in 64 128; do
+    TXL_CUDA_BACKWARD_WARPGROUPS=1 bench wgmma-backward-d$head 45 "${attention[@]}" --d-head $head \
+      --pass backward --backends cuda --rivals sdpa-no-position
+  done
   bench attention-d64 120 "${attention[@]}"
   for batch in 1 64; do
     bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch
