@@ -76,7 +76,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     if constexpr (kEdge)
       add_checked(acc, ds, this->k_tile(j0));
     else
-      start(acc, ds, this->k_tile(j0));
+      settle(acc), start(acc, ds, this->k_tile(j0));
   }
   TXL_DEVICE void finish(float (&acc)[kHeadTiles][4], Square<E> (&a)[kSquares]) const {
     warpgroup_wait<0>();
@@ -145,17 +145,16 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     const int row = 16 * (opaque(thread_index()) / 32) + opaque(lane()) / 4;
     const int key = own_query() - 62 + opaque(lane()) % 4 * 2;
     const uint32_t before = place(j0 + (kTiles - 1) * BN), here = place(j0);
-    const auto word = [&](int x) { return load_shared<uint32_t>(at(row, x < 0 ? before : here, 2 * x)); };
-    const auto second = [&](int x) {
-      return load_shared<uint32_t>(at(row, x < 0 ? before : here, 2 * x) + 8 * kSlopePitch);
+    const auto word = [&](uint32_t below, int x) {
+      return load_shared<uint32_t>(at(row, x < 0 ? before : here, 2 * x) + below);
     };
     TXL_UNROLL_GPU
     for (int m = 0; m < kSquares; ++m)
       for (int n = 0; n < 2; ++n) {
         const int x = key + 16 * m + 8 * n;
         uint32_t (&to)[4] = band[m].part[0].r;
-        to[2 * n] = word(x - 2) >> 16 | word(x) << 16;
-        to[2 * n + 1] = second(x);
+        to[2 * n] = word(0, x - 2) >> 16 | word(0, x) << 16;
+        to[2 * n + 1] = word(8 * kSlopePitch, x);
       }
   }
 
@@ -185,7 +184,6 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   }
   // The same by four, where all is seen.
   static TXL_DEVICE void start(float (&acc)[kHeadTiles][4], Square<E> (&a)[kSquares], Tile rows) {
-    settle(acc);
     TXL_UNROLL_GPU
     for (int n = 0; n < kSquares; ++n) settle(a[n].part);
     warpgroup_begin();
