@@ -92,10 +92,10 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
     Square<E> band[kSquares];
     if constexpr (kEdge) {
-      take_seen(band, j0, j0 + BN);
+      take_seen(band, j0);
       add_checked(acc, band, r(0));
       if (!ends_band(j0)) return;
-      take_seen(band, j0 + BN, j0 + BN);
+      take_seen(band, j0 + BN);  // of the next tile none is seen, or has a row of r of its own
       add_checked(acc, band, r(1));
     } else {
       take_whole(band, j0);  // while keys are multiplied
@@ -158,8 +158,8 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
       }
   }
 
-  // The same, zeros for what is not seen, has no row of r of its own or has a key from `end` on.
-  TXL_DEVICE void take_seen(Square<E> (&band)[kSquares], int j0, int end) const {
+  // The same, zeros for what is not seen or has no row of r of its own.
+  TXL_DEVICE void take_seen(Square<E> (&band)[kSquares], int j0) const {
     const int row = 16 * warp() + lane() / 4, query = own_query(), column = lane() % 4 * 2;
     const int lowest = lowest_own_row(j0);
     TXL_UNROLL_GPU
@@ -169,7 +169,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
           uint32_t pair = 0;
           for (int x = 0; x < 2; ++x) {
             const int c = column + 16 * m + 8 * n + x, key = c - 63 + query + y, j = j0 + key;
-            if (j < end && has_rows(this->p, lowest + c, 1) && mask.sees(i0 + 64 * group + query + y, j))
+            if (has_rows(this->p, lowest + c, 1) && mask.sees(i0 + 64 * group + query + y, j))
               pair |= static_cast<uint32_t>(load_shared<uint16_t>(at(row + 8 * y, place(j), 2 * key)))
                       << 16 * x;
           }
