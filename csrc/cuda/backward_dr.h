@@ -39,19 +39,12 @@ template <typename E, int kChannels, int kQueries>
 struct RowBlock {
   using Element = E;
   static constexpr int kHead = kChannels, BM = kQueries, kWarps = 4;
-  using Tile = Rows<E, kHead>;
-  static constexpr uint32_t kAlignment = 128;  // of tiles; shared_base() has 128
-
-  // What was copied has arrived, and all threads are done with what they did before.
-  static TXL_DEVICE void wait() {
-    wait_copies<0>();
-    sync_threads();
-  }
+  static constexpr bool kPanels = false;  // whether q + v lies as wgmma reads it
 
   // dr += dS^T q_v, sum += dS of each row; slopes(n): dS^T of the tile's n-th 16 queries. kMasked: some are
   // not seen.
-  template <bool kMasked, int kHeadTiles, typename Queries, typename F>
-  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Queries q_v, F slopes) {
+  template <bool kMasked, int kHeadTiles, typename Tile, typename F>
+  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Tile q_v, F slopes) {
     TXL_UNROLL_GPU
     for (int n = 0; n < BM / 16; ++n) {
       const auto a = slopes(n);
@@ -68,8 +61,8 @@ template <typename Block>
 struct DrKernel {
   using Params = BackwardParams;
   using E = typename Block::Element;
-  using Tile = typename Block::Tile;
   static constexpr int kHead = Block::kHead, BM = Block::BM, kWarps = Block::kWarps;
+  using Tile = std::conditional_t<Block::kPanels, Panels<E, kHead, BM>, Rows<E, kHead>>;
   static constexpr int kThreads = 32 * kWarps, BN = 16 * kWarps;
   static constexpr int kHeadTiles = kHead / 8;
   static constexpr int kPieces = BN / kPiece<E> + 1;  // of a row of dS, which may begin within the first
@@ -78,8 +71,9 @@ struct DrKernel {
   // second next are 8 banks modulo 32.
   static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Tile::kRowBytes;
   static constexpr uint32_t kQueriesAt = 2 * BM * kSlopeBytes, kSumsAt = kQueriesAt + 2 * kQueryBytes;
-  static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + Block::kAlignment - 128;
-  static_assert(kQueriesAt % Block::kAlignment == 0, "tiles begin at multiples of it");
+  static constexpr uint32_t kAlignment = Block::kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
+  static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + kAlignment - 128;
+  static_assert(kQueriesAt % kAlignment == 0, "tiles begin at multiples of it");
   static_assert(2 * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
   static int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
@@ -140,7 +134,7 @@ struct DrKernel {
         end_entry(smaller((split + 1) * static_cast<int>(x.w.entries), x.chunk.b + x.chunk.batches)),
         dr{},
         ds_sum{},
-        base((shared_base() + Block::kAlignment - 1) / Block::kAlignment * Block::kAlignment),
+        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment),
         copier(p) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>(div_up(p.N, BN)); }
@@ -167,7 +161,7 @@ struct DrKernel {
     sync_threads();  // all are done with the entry before
     copy_tile(entry, tiles.begin);
     for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
-      Block::wait();  // the tile is there for all, and all are done with the one before
+      wait_copied<Block::kPanels>();  // the tile is there for all, and all are done with the one before
       base = opaque(base);
       if (i0 + BM < tiles.end) copy_tile(entry, i0 + BM);
       if (entry.is_hidden(i0)) continue;

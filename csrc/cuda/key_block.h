@@ -244,15 +244,11 @@ struct KeyBlock {
     copier.template copy<BM>(to, 0, from, i0 + BM <= mask.L, i0, [&](int n) { return mask.query(i0 + n); });
   }
 
-  // What was copied has arrived, and all threads are done with what they did before.
-  TXL_DEVICE void wait() const {
-    wait_copies<0>();
-    sync_threads();
-  }
+  static TXL_DEVICE void wait() { wait_copied<kPanels>(); }
 
   // ---- A tile ----
   //
-  // WarpgroupKeyBlock has what follows, copy_position and wait of its own.
+  // WarpgroupKeyBlock has what follows and copy_position of its own.
 
   // Warps with the same queries share out the band's columns by twos of n8 tiles, and if one more is left for
   // each, by ones. No two cross a multiple of 16.

@@ -186,11 +186,7 @@ struct QueryBlock {
 
   // ---- A tile ----
 
-  // What was copied last has arrived, and all threads are done with the tile before.
-  TXL_DEVICE void wait_tile() const {
-    wait_copies<0>();
-    sync_threads();
-  }
+  static TXL_DEVICE void wait_tile() { wait_copied<kPanels>(); }
 
   // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupBlock has a take_scores of its own, and also
   // begin_copies, copy_tile, wait_tile, add_keys and add_values.

@@ -361,6 +361,15 @@ TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem
   copier.template copy<kRows>(to, 0, copier.rows(from, b, h), false, 0, row_of);
 }
 
+// What was copied has arrived, and all threads are done with what they did before. kPanels: warpgroups are to
+// read it.
+template <bool kPanels>
+TXL_DEVICE void wait_copied() {
+  wait_copies<0>();
+  if constexpr (kPanels) fence_async_proxy();
+  sync_threads();
+}
+
 // A piece of a row as numbers.
 template <typename E>
 struct Piece {
@@ -598,6 +607,12 @@ struct Square {
     return {{bits<uint32_t>(x[0]), bits<uint32_t>(x[2]), bits<uint32_t>(x[1]), bits<uint32_t>(x[3])}};
   }
 };
+
+template <typename E, int kSquares>
+TXL_DEVICE void settle(Square<E> (&a)[kSquares]) {
+  TXL_UNROLL_GPU
+  for (int n = 0; n < kSquares; ++n) settle(a[n].part);
+}
 
 // The B operand that goes with it: 16 rows by two n8 tiles of channels.
 template <typename E>

@@ -35,12 +35,6 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   // Of the tile's queries, row n of q + v.
   static TXL_DEVICE int query_of_row(int n) { return n % 8 * 8 + n / 8; }
 
-  TXL_DEVICE void wait() const {
-    wait_copies<0>();
-    fence_async_proxy();
-    sync_threads();
-  }
-
   // The first warpgroup has the first chunk of columns and half of the second, the other one the rest.
   TXL_DEVICE void take_band(int i0) const {
     static_assert(kGroups == 2 && Base::kChunks == 3, "three chunks of columns to two warpgroups");
@@ -114,8 +108,7 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
     if constexpr (kMasked) return;
     warpgroup_wait<0>();
     settle(dk), settle(dv);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kSquares; ++n) settle(of_weight[n].part), settle(of_ds[n].part);
+    settle(of_weight), settle(of_ds);
   }
 
  private:

@@ -10,17 +10,10 @@ template <typename E, int kChannels>
 struct WarpgroupRowBlock {
   using Element = E;
   static constexpr int kHead = kChannels, BM = 64, kWarps = kWarpgroupRows / 16;
-  using Tile = Panels<E, kHead, BM>;
-  static constexpr uint32_t kAlignment = 1024;
+  static constexpr bool kPanels = true;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
 
-  static TXL_DEVICE void wait() {
-    wait_copies<0>();
-    fence_async_proxy();
-    sync_threads();
-  }
-
-  template <bool kMasked, int kHeadTiles, typename F>
+  template <bool kMasked, int kHeadTiles, typename Tile, typename F>
   static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Tile q_v, F slopes) {
     // What may have to be changed of queries must come to registers.
     if constexpr (kMasked) return RowBlock<E, kHead, BM>::template add<true>(dr, sum, q_v, slopes);
@@ -44,9 +37,7 @@ struct WarpgroupRowBlock {
       for (int n = first; n < first + kAtOnce; ++n) add_sum(sum, a[n]);
     }
     warpgroup_wait<0>();
-    settle(dr);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kSquares; ++n) settle(a[n].part);
+    settle(dr), settle(a);
   }
 };
 

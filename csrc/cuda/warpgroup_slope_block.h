@@ -57,12 +57,6 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     Base::copy_tile(j0);
   }
 
-  TXL_DEVICE void wait_tile() const {
-    wait_copies<0>();
-    fence_async_proxy();
-    sync_threads();
-  }
-
   TXL_DEVICE void take_slopes(Square<E> (&ds)[kSquares], int j0) const {
     const Corner corner = corner_a();
     const int row = 16 * warp() + corner.row;
@@ -80,9 +74,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   }
   TXL_DEVICE void finish(float (&acc)[kHeadTiles][4], Square<E> (&a)[kSquares]) const {
     warpgroup_wait<0>();
-    settle(acc);
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kSquares; ++n) settle(a[n].part);
+    settle(acc), settle(a);
   }
 
   template <bool kEdge>
@@ -100,9 +92,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     } else {
       take_whole(band, j0);  // while keys are multiplied
       start(acc, band, r(0));
-      finish(acc, band);
-      TXL_UNROLL_GPU
-      for (int n = 0; n < kSquares; ++n) settle(ds[n].part);
+      finish(acc, band), settle(ds);
     }
   }
 
@@ -184,8 +174,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   }
   // The same by four, where all is seen.
   static TXL_DEVICE void start(float (&acc)[kHeadTiles][4], Square<E> (&a)[kSquares], Tile rows) {
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kSquares; ++n) settle(a[n].part);
+    settle(a);
     warpgroup_begin();
     TXL_UNROLL_GPU
     for (int n = 0; n < kSquares; ++n) warpgroup_mma<E, true, true>(acc, a[n].part[0].r, rows.rows(16 * n));
