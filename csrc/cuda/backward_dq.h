@@ -30,7 +30,7 @@ struct DqKernel : private Block {
 
   static TXL_DEVICE typename Block::Place place(const Params& x) {
     const Chunk& chunk = x.chunk;
-    const int blocks = static_cast<int>(div_up(chunk.hi - chunk.lo, BM));
+    const int blocks = static_cast<int>(parts(x));
     const Turn turn(blocks, chunk.batches * chunk.heads, x.heads_together);
     const int b = chunk.b + turn.head / chunk.heads;
     return {b, chunk.h + turn.head % chunk.heads, chunk.lo + (blocks - 1 - turn.block) * BM,

@@ -76,7 +76,7 @@ struct DrKernel {
   static_assert(kQueriesAt % kAlignment == 0, "tiles begin at multiples of it");
   static_assert(2 * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
-  static int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
+  static TXL_HD int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * splits(x).size(); }
   static TXL_DEVICE void run(const Params& params) { DrKernel(params).collect(); }
 
@@ -137,7 +137,7 @@ struct DrKernel {
         base((shared_base() + kAlignment - 1) / kAlignment * kAlignment),
         copier(p) {}
 
-  TXL_DEVICE int blocks_of_head() const { return static_cast<int>(div_up(p.N, BN)); }
+  TXL_DEVICE int blocks_of_head() const { return static_cast<int>(parts(params)); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
   // Whether there are sums of chunks before.
   TXL_DEVICE bool goes_on() const {

@@ -158,6 +158,10 @@ struct BackwardParams {
 // Of a block by warpgroups: of dk and dv's kernel, of dq's, and of dr's.
 constexpr int kWarpgroupKeys = 128, kWarpgroupQueries = 128, kWarpgroupRows = 128;
 
+// Which of 64 queries is row n of a warpgroup's: a warp's eight rows that registers hold side by side are
+// queries eight apart, and the other eight the next query of each.
+TXL_DEVICE int eight_apart(int n) { return n % 8 * 8 + n / 8; }
+
 // ---- Products ----
 
 // exp2 of a score less its query's lse, which is at least as large: of huge ones the rounding errors are

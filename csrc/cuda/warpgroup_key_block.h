@@ -33,7 +33,7 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
     this->copy_new_rows(i0);
   }
   // Of the tile's queries, row n of q + v.
-  static TXL_DEVICE int query_of_row(int n) { return n % 8 * 8 + n / 8; }
+  static TXL_DEVICE int query_of_row(int n) { return eight_apart(n); }
 
   // The first warpgroup has the first chunk of columns and half of the second, the other one the rest.
   TXL_DEVICE void take_band(int i0) const {

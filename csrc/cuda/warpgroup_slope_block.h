@@ -30,7 +30,6 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
         group(uniform(warp() / 4)),
         own(i0 + 64 * group < x.chunk.hi ? key_tiles<64, BN>(x.p, {mask.lo, mask.hi}, i0 + 64 * group)
                                          : KeyTiles{}),
-        has_both(i0 + 64 < x.chunk.hi),
         slopes(x.slopes<E>(this->b, this->h, i0 + query_of_row(copied_row()), copied_piece() * kPiece<E>)) {}
 
   // Those of the warpgroup's own queries, not the block's.
@@ -41,7 +40,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
 
   static TXL_DEVICE int query_of_row(int row) {
     const uint32_t n = static_cast<uint32_t>(row);
-    return static_cast<int>(n / 64 * 64 + n % 8 * 8 + n % 64 / 8);
+    return static_cast<int>(n / 64 * 64) + eight_apart(static_cast<int>(n % 64));
   }
 
   // The thread has a piece of every 32nd row.
@@ -52,7 +51,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     for (int n = 0; n < BM; n += kRows) {
       const int query = query_of_row(n);  // more than the thread's first row's
       copy_async_16(to + static_cast<uint32_t>(n) * kSlopePitch,
-                    slopes + query * params.w.chunks.columns + j0, query < 64 || has_both);
+                    slopes + query * params.w.chunks.columns + j0, query < 64 || i0 + 64 < params.chunk.hi);
     }
     Base::copy_tile(j0);
   }
@@ -107,7 +106,6 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
 
   int group;        // the warp's
   KeyTiles own;     // of its queries
-  bool has_both;    // whether both warpgroups have queries
   const E* slopes;  // the first piece that the thread copies, of key 0
 
   static TXL_DEVICE uint32_t thread() { return static_cast<uint32_t>(opaque(thread_index())); }
@@ -124,16 +122,13 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   // Row of r of the warpgroup's last query and key j0, not yet clamped: its column 0 of the band.
   TXL_DEVICE int lowest_own_row(int j0) const { return this->lowest_row(j0) + (kGroups - 1 - group) * 64; }
   // Among the warpgroup's, the lane's first query. Its second is the next one.
-  static TXL_DEVICE int own_query() {
-    return query_of_row(opaque(thread_index()) / 32 % 4 * 16 + opaque(lane()) / 4);
-  }
+  TXL_DEVICE int own_query() const { return query_of_row(this->row_of_lane(0)) - 64 * group; }
 
   // Of tile j0's columns of the band what the lane has as accumulators of scores have it. All pairs are seen.
   TXL_DEVICE void take_whole(Square<E> (&band)[kSquares], int j0) const {
     // The second query's keys begin at an even one. The first one's are those less one: half of a word, and
     // half of the next.
-    const int row = 16 * (opaque(thread_index()) / 32) + opaque(lane()) / 4;
-    const int key = own_query() - 62 + opaque(lane()) % 4 * 2;
+    const int row = this->row_of_lane(0), key = own_query() - 62 + opaque(lane()) % 4 * 2;
     const uint32_t before = place(j0 + (kTiles - 1) * BN), here = place(j0);
     const auto word = [&](uint32_t below, int x) {
       return load_shared<uint32_t>(at(row, x < 0 ? before : here, 2 * x) + below);
@@ -150,7 +145,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
 
   // The same, zeros for what is not seen or has no row of r of its own.
   TXL_DEVICE void take_seen(Square<E> (&band)[kSquares], int j0) const {
-    const int row = 16 * warp() + lane() / 4, query = own_query(), column = lane() % 4 * 2;
+    const int row = this->row_of_lane(0), query = own_query(), column = lane() % 4 * 2;
     const int lowest = lowest_own_row(j0);
     TXL_UNROLL_GPU
     for (int m = 0; m < kSquares; ++m)
