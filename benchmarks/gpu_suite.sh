@@ -202,6 +202,9 @@ first_tests() {
     TXL_CUDA_BACKWARD_WARPGROUPS=1 run_tests tests-wgmma-backward 75 -k "cuda and not float32 and not test_large" \
       tests/test_rel_attn_grad.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py tests/test_dropout.py \
       tests/test_determinism.py
+    # Decode's second kernel launched early, which it is not by default.
+    TXL_CUDA_PDL=1 run_tests tests-pdl 40 -k "cuda and not float32 and not test_large" tests/test_triton_gpu.py \
+      tests/test_forward.py
   else
     say "without sm_90 or kernels for it: forward was by mma.sync"
   fi
@@ -243,6 +246,7 @@ run_benchmarks() {
   bench must_reach 300 "$python" benchmarks/must_reach.py --device cuda
   TXL_CUDA_BACKWARD_WARPGROUPS=1 bench must_reach-wgmma-backward 60 \
     "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ train"
+  TXL_CUDA_PDL=1 bench must_reach-pdl 40 "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ decode"
   # Kernel by kernel.
   for head in 64 128; do
     TXL_CUDA_BACKWARD_WARPGROUPS=1 bench wgmma-backward-d$head 45 "${attention[@]}" --d-head $head \

@@ -84,7 +84,8 @@ void check(int error, const char* op) {
 void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u, OptionalTensor bias_v,
                   OptionalTensor key_range, OptionalTensor dropout_seed, bool causal, int64_t window_left,
                   int64_t window_right, int64_t r_zero, double scale, double dropout_p, Tensor out,
-                  Tensor lse, OptionalTensor parts, int64_t splits, bool warpgroups, int64_t stream) {
+                  Tensor lse, OptionalTensor parts, int64_t splits, bool warpgroups, bool pdl,
+                  int64_t stream) {
   Tensors tensors(q);
   txl::Problem p =
       txl::problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p);
@@ -96,7 +97,7 @@ void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
   STD_TORCH_CHECK(splits == 1 || (parts && parts->numel() == splits * p.B * p.H * p.L * (p.D + 2)),
                   "parts has another size than splits need");
   check(txl::cuda::forward(dtype_of(q), p, t, tensors.pointer<const int64_t>(dropout_seed, "dropout_seed"),
-                           static_cast<int>(splits), tensors.pointer<float>(parts, "parts"), warpgroups,
+                           static_cast<int>(splits), tensors.pointer<float>(parts, "parts"), warpgroups, pdl,
                            reinterpret_cast<void*>(stream)),
         "forward");
 }
@@ -130,9 +131,10 @@ std::string cuda_targets() { return txl::cuda::targets(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
-  m.def(
-      "cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
-      ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, int stream) -> ()");
+  m.def("cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
+        ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, bool pdl, int "
+        "stream)"
+        " -> ()");
   m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
         ", int budget, bool warpgroups, int stream) -> ()");
   m.def("cuda_targets() -> str");

@@ -53,7 +53,7 @@ def may_spill(kernel: str) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    kernel: str  # "ForwardKernel<ForwardBlock<bf16, 64, 4>, false>"
+    kernel: str  # "ForwardKernel<ForwardBlock<bf16, 64, 4, false>, false>"
     element: str
     head: int
     arch: int
@@ -62,6 +62,9 @@ class Report:
     shared: int  # bytes per block
     threads: int
     loops: tuple[Counts, ...]  # those over tiles
+    # Accesses to global memory before it has waited for the kernel that was launched before it
+    # (griddepcontrol.wait); None if it does not wait.
+    early: int | None
 
     @property
     def blocks(self) -> int:
@@ -107,7 +110,10 @@ for L in (1, 20, 70):
         )
         out.sum().backward()
 cuda.WARPGROUPS = cuda.BACKWARD_WARPGROUPS = True
+cuda.PDL = True
+gpu.key_splits = lambda inputs, at_once: 2
 for p in (0.0, 0.5):
+    txl_kernels.rel_attention(k[:, :, :1], k, k, k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1)
     out = txl_kernels.rel_attention(
         k[:, :, :20], k[:, :, :99], k[:, :, :99], k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1
     )
@@ -164,9 +170,12 @@ def read_cubin(cubin: Path, element: str, head: int, arch: int) -> list[Report]:
             raise ValueError(f"{kernel} is compiled and never launched")
         threads, shared = known
         section = code[code.index(f".section\t.text.{name},") :]
-        _, *loops = _loops(NVIDIA, section.split("\t.section\t", 1)[0])
+        instructions = section.split("\t.section\t", 1)[0]
+        _, *loops = _loops(NVIDIA, instructions)
         sizes = (int(registers), int(stack), shared, threads)
-        reports.append(Report(kernel, element, head, arch, *sizes, tuple(loops)))
+        before, waits, _ = instructions.partition("ACQBULK")
+        early = len(re.findall(r"\s(?:LD|ST|ATOM|RED|UTMA)G?\w*\.E\b", before)) if waits else None
+        reports.append(Report(kernel, element, head, arch, *sizes, tuple(loops), early))
     return sorted(reports, key=lambda report: report.kernel)
 
 
@@ -190,7 +199,8 @@ float16's kernels are bfloat16's with other names of instructions.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
-  Forward's are its block of queries and that: `ForwardBlock` (its last number: warps) or, for sm_90a,
+  Forward's are its block of queries and that: `ForwardBlock` (warps, and whether the next kernel may begin
+  early) or, for sm_90a,
   `WarpgroupBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
   whether keys are held) or `WarpgroupKeyBlock`; dq's: `SlopeBlock` (keys) or `WarpgroupSlopeBlock`; and
   dr's: `RowBlock` (queries) or `WarpgroupRowBlock`.

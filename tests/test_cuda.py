@@ -239,15 +239,16 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
 @pytest.mark.parametrize(
     "L, splits, block",
     [
-        (1, 7, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
-        (16, 3, "ForwardBlock<txl::cuda::bf16, 64, 1>"),
-        (70, 2, "ForwardBlock<txl::cuda::bf16, 64, 4>"),
+        (1, 7, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
+        (16, 3, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
+        (70, 2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
         (70, 2, "WarpgroupBlock"),
     ],
 )
 def test_keys_shared_out(monkeypatch, tmp_path, L, splits, block):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
     monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
+    monkeypatch.setattr(cuda, "PDL", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     monkeypatch.setattr(gpu, "key_splits", lambda inputs, at_once: splits)
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)

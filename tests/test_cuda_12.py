@@ -75,8 +75,10 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
             *(f"DkDvKernel<WarpgroupKeyBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
             f"DqKernel<WarpgroupSlopeBlock{of_class}>",
             f"DrKernel<WarpgroupRowBlock{of_class}>",
+            f"ForwardKernel<ForwardBlock<{element}, {head}, 1, true>, false>",
+            f"MergeKernel<{element}, true>",
         ]
-    found = [f"MergeKernel<{element}>", f"PrepareKernel<{element}, {head}>"]
+    found = [f"MergeKernel<{element}, false>", f"PrepareKernel<{element}, {head}>"]
     found += [f"SumKernel<{element}, {elements}>" for elements in (8, 128)]
     found += [f"BackwardOf<{element}, {head}, false>::{name}" for name in ("Dq", "Dr")]
     for dropout in ("false", "true"):

@@ -18,7 +18,7 @@ RIGHT = [
     "product_cut_off",
     *("shuffles", "pipeline", "warpgroup_bf16", "warpgroup_f16", "boxes", "boxes_of_what"),
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
-    *("same_in_any_order", "random_races", "global.copy_not_valid"),
+    *("same_in_any_order", "random_races", "global.copy_not_valid", "global.early_but_waits"),
 ]
 
 # Case: the error it must end with.
@@ -98,6 +98,8 @@ FAULTS = {
     "global.nothing_registered": "global read: no global memory is registered",
     "global.copy_out_of_bounds": "thread 8 .*: global copy of 16 bytes .* is out of bounds",
     "global.copy_misaligned": "thread 1 .*: global copy of 16 bytes .* is misaligned",
+    "global.early": "thread 0 .*: global read of 4 bytes before await_previous, in a launch with pdl",
+    "global.early_write": "thread 5 .*: global write of 4 bytes before await_previous, in a launch with pdl",
     "global.written_twice": "thread 31 .*: global write .*, where block 0, thread 0 of this launch",
     "global.written_by_two_blocks": "block 1, thread 0 .*: global write .*, where block 0, thread 0",
     "global.read_after_write": "global read of 4 bytes .*, where block 0, thread 0",

@@ -8,6 +8,9 @@ than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by
 TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: backward, too, if D is 33 to 64 or 97 to 128.
 That has not been timed, so it is off.
 
+TXL_CUDA_PDL=1, or PDL = True: for up to 16 queries (decode) of these dtypes and D, the kernel that joins what
+blocks found is launched while they work (programmatic dependent launch). Not timed either.
+
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
 time as gpu.slope_bytes allows.
 """
@@ -29,6 +32,7 @@ _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 # Emulated, both ways are to be tested, and mma.sync's is most of the code.
 WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS", "0" if _EMULATION else "1") != "0"
 BACKWARD_WARPGROUPS = os.environ.get("TXL_CUDA_BACKWARD_WARPGROUPS", "0") != "0"
+PDL = os.environ.get("TXL_CUDA_PDL", "0") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
@@ -81,6 +85,7 @@ def details() -> dict[str, str]:
         "targets": torch.ops.txl_kernels.cuda_targets(),
         "warpgroups": "on sm_90" if WARPGROUPS else "off",
         "warpgroups of backward": "on sm_90" if BACKWARD_WARPGROUPS else "off",
+        "programmatic dependent launch": "of decode, on sm_90" if PDL else "off",
     }
 
 
@@ -116,10 +121,18 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     out, lse = new_results(q)
     splits = gpu.key_splits(inputs, _AT_ONCE if L <= gpu.DECODE_QUERIES else 4)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
-    warpgroups = WARPGROUPS and has_warpgroups(q.device)
+    for_sm_90 = has_warpgroups(q.device)
     with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
-            *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, _stream(q.device)
+            *inputs.prepared(),
+            *options,
+            out,
+            lse,
+            parts,
+            splits,
+            WARPGROUPS and for_sm_90,
+            PDL and for_sm_90,
+            _stream(q.device),
         )
     return out, lse
 

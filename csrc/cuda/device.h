@@ -11,6 +11,11 @@
 //   };
 //   launch<Kernel>(blocks, shared_bytes, params, stream);
 //
+// Programmatic dependent launch: launch<Kernel>(..., pdl = true), of code that was compiled for sm_90 or
+// later, may begin while the kernel before it in the stream still runs, once all of that one's blocks have
+// called release_next() or ended. Kernel has to call await_previous() before it touches global memory, and to
+// read by load_own what the other wrote.
+//
 // Kernels live in this namespace: float2 and its like are then the same name for both compilers.
 #pragma once
 
@@ -69,6 +74,19 @@ TXL_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 
 TXL_DEVICE void sync_threads() { __syncthreads(); }
 TXL_DEVICE void sync_warp() { __syncwarp(); }  // orders memory within the warp; shuffles and votes do not
+
+// Of programmatic dependent launch; without it they do nothing. Until the kernel before has ended and what it
+// wrote can be read; and: the kernel behind may begin.
+TXL_DEVICE void await_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+TXL_DEVICE void release_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // All 32 lanes take part. T: float, int32_t, uint32_t.
 template <typename T>
@@ -312,7 +330,8 @@ TXL_DEVICE T load_global(const T* p) {
   }
 }
 
-// The same of what this thread, and no other, writes later.
+// The same of what this thread, and no other, writes later, or of what the kernel before wrote
+// (await_previous).
 template <typename T>
 TXL_DEVICE T load_own(const T* p) {
   return *p;
@@ -399,7 +418,8 @@ __global__ void __launch_bounds__(K::kThreads, kLeastBlocks<K>)
 
 // No blocks, no launch. On a host without CUDA: runs the emulation, returns 0 or throws std::runtime_error.
 template <class K>
-cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* stream) {
+cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* stream,
+                   bool pdl = false) {
   static_assert(K::kThreads % 32 == 0 && K::kThreads <= 1024, "whole warps");
   if (blocks == 0) return cudaSuccess;
   if (blocks < 0 || blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
@@ -408,9 +428,18 @@ cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Para
                                                    static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  entry<K>
-      <<<static_cast<unsigned>(blocks), K::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = K::kThreads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = pdl ? 1 : 0;
+  (void)cudaLaunchKernelEx(&config, entry<K>, p);
+  return cudaGetLastError();  // or torch would come upon it later
 }
 
 #else  // the same on the host; what each function means is said above
@@ -429,6 +458,7 @@ struct alignas(16) uint4 {
 };
 
 using emulation::any;
+using emulation::await_previous;
 using emulation::block_index;
 using emulation::commit_copies;
 using emulation::copy_async_16;
@@ -438,6 +468,7 @@ using emulation::load_global;
 using emulation::load_shared;
 using emulation::log2_fast;
 using emulation::mma_tf32;
+using emulation::release_next;
 using emulation::shared_base;
 using emulation::shuffle_xor;
 using emulation::store_global;
@@ -467,7 +498,7 @@ TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load
 template <typename E>
 TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static_assert(is_half<E>, "bf16 or f16");
-  emulation::mma_half<is_bf16<E>>(d, a, b);
+  emulation::mma_half<is_bf16<E> >(d, a, b);
 }
 
 TXL_DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }
@@ -497,10 +528,11 @@ inline float to_float(bf16 x) { return emulation::float_from_bf16(x.bits); }
 inline float to_float(f16 x) { return emulation::float_from_f16(x.bits); }
 
 template <class K>
-int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* /*stream*/) {
+int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* /*stream*/,
+           bool pdl = false) {
   static_assert(K::kThreads % 32 == 0 && K::kThreads <= 1024, "whole warps");
   emulation::run([](const void* params) { K::run(*static_cast<const typename K::Params*>(params)); }, &p,
-                 typeid(K), K::kThreads, blocks, shared_bytes);
+                 typeid(K), K::kThreads, blocks, shared_bytes, pdl);
   return 0;
 }
 

@@ -25,9 +25,9 @@ static auto with_kernels(DType dtype, int64_t D, F f) {
 }
 
 int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-            float* parts, bool warpgroups, void* stream) {
+            float* parts, bool warpgroups, bool pdl, void* stream) {
   return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::forward(p, t, dropout_seed, splits, parts, warpgroups, stream);
+    return decltype(kernels)::forward(p, t, dropout_seed, splits, parts, warpgroups, pdl, stream);
   });
 }
 

@@ -36,7 +36,10 @@ struct ForwardKernel : private Block {
   using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
 
   static int64_t blocks(const Params& x) { return Block::blocks_of_head(x.p) * x.splits * x.p.H * x.p.B; }
-  static TXL_DEVICE void run(const Params& params) { ForwardKernel(params).attend(); }
+  static TXL_DEVICE void run(const Params& params) {
+    if constexpr (Block::kPdl) release_next();
+    ForwardKernel(params).attend();
+  }
 
  private:
   using Block::is_masked, Block::is_far, Block::row_of_lane, Block::query_rows;
@@ -319,10 +322,11 @@ constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
 // out and lse of a query from its splits. A split that saw nothing has -inf and zeros. Far from zero the
 // difference of two lse would be far less precise than these two are.
-template <typename E>
+// kPdl: it may begin while they are made (programmatic dependent launch).
+template <typename E, bool kPdl>
 struct MergeKernel {
   using Params = ForwardParams<Forward>;
-  static constexpr int kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kThreads = 256, kWarps = kThreads / 32, kTogether = 4;
 
   // A number twice for each warp, for each split, for each thread.
   static uint32_t shared_bytes(const Params& x) {
@@ -338,15 +342,16 @@ struct MergeKernel {
                    sums = weights + static_cast<uint32_t>(splits) * 4;
     const auto at = [](uint32_t base, int n) { return base + static_cast<uint32_t>(n) * 4; };
 
+    if constexpr (kPdl) await_previous();
     float largest = -infinity();
     for (int n = thread; n < splits; n += kThreads)
-      largest = larger(largest, load_global(x.origin() + n * rows + row));
+      largest = larger(largest, load_own(x.origin() + n * rows + row));
     largest = of_block(of_warps, largest, [](float a, float b) { return larger(a, b); });
     const float origin = largest == -infinity() ? 0.0f : largest;
     float total = 0;
     for (int n = thread; n < splits; n += kThreads) {
-      const float weight = exp2_fast((load_global(x.origin() + n * rows + row) - origin) * x.scale.scores) *
-                           load_global(x.total() + n * rows + row);
+      const float weight = exp2_fast((load_own(x.origin() + n * rows + row) - origin) * x.scale.scores) *
+                           load_own(x.total() + n * rows + row);
       store_shared(at(weights, n), weight);
       total += weight;
     }
@@ -357,11 +362,17 @@ struct MergeKernel {
     const bool has = d < D && group < groups;
     float sum = 0;
     if (has) {
-      // Unrolled, so that loads are under way together.
-      TXL_UNROLL_SOME_GPU
-      for (int n = group; n < splits; n += groups) {
-        const int64_t part = (n * rows + row) * p.D + d;
-        sum += load_shared<float>(at(weights, n)) * load_global(x.parts + part);
+      const float* next = x.parts + (group * rows + row) * p.D + d;
+      const int64_t step = groups * rows * p.D;
+      for (int first = group; first < splits; first += kTogether * groups) {
+        float part[kTogether];  // loads that are under way together
+        TXL_UNROLL_GPU
+        for (int m = 0; m < kTogether; ++m, next += step)
+          part[m] = first + m * groups < splits ? load_own(next) : 0.0f;
+        TXL_UNROLL_GPU
+        for (int m = 0; m < kTogether; ++m)
+          if (const int n = first + m * groups; n < splits)
+            sum += load_shared<float>(at(weights, n)) * part[m];
       }
     }
     store_shared(at(sums, thread), sum);
@@ -395,23 +406,25 @@ constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
 
 // For a class of head dimensions. One warp alone waits for most of its time, so the tiles of decode are
 // small: shared memory has then room for twice as many blocks. float32, split into two, leaves no registers
-// for queries.
+// for queries. kPdl: the kernel behind may begin (programmatic dependent launch).
 template <typename E, int kHead, int kWarps>
 constexpr int kForwardKeys = !is_half<E> || kHead > 128 ? 16 : (kHead > 64 ? 32 : 64) / (kWarps == 1 ? 2 : 1);
 template <typename E, int kHead>
 constexpr int kForwardHeld = is_half<E> && kHead <= 128 ? 2 : 0;
 
-template <typename E, int kHead, int kWarps>
+template <typename E, int kHead, int kWarps, bool kMayRelease = false>
 struct ForwardBlock
     : QueryBlock<E, kHead, kForwardKeys<E, kHead, kWarps>, kWarps, 2, kForwardHeld<E, kHead>> {
   using Base = typename ForwardBlock::QueryBlock;
   using Base::Base;
+  static constexpr bool kPdl = kMayRelease;
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
 template <typename E, int kHead>
 struct WarpgroupKernels {
   static int forward(const ForwardParams<Forward>& params, void* stream);
+  static int decode(const ForwardParams<Forward>& params, void* stream);  // pdl, and more than one split
 };
 
 template <typename Block>
@@ -421,6 +434,12 @@ int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, vo
   const int64_t blocks = Plain::blocks(params);
   return params.p.dropout_p > 0 ? launch<Dropping>(blocks, Block::kSharedBytes, params, stream)
                                 : launch<Plain>(blocks, Block::kSharedBytes, params, stream);
+}
+
+template <typename E, bool kPdl>
+int launch_merge(const ForwardParams<Forward>& params, void* stream) {
+  using Merge = MergeKernel<E, kPdl>;
+  return launch<Merge>(params.rows(), Merge::shared_bytes(params), params, stream, kPdl);
 }
 
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
@@ -435,16 +454,21 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
   return launch_block<ForwardBlock<E, kHead, 4>>(params, stream);
 }
 
-// parts: [splits, B * H * L * (D + 2)], or null for one split.
+// parts: [splits, B * H * L * (D + 2)], or null for one split. pdl: as of txl::cuda::forward.
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
-                   bool warpgroups, void* stream) {
+                   bool warpgroups, [[maybe_unused]] bool pdl, void* stream) {
   const int64_t split_keys = div_up(div_up(p.K, splits), 64) * 64;
   const ForwardParams<Forward> params{p,      t,          dropout_seed, Scales(p),
                                       splits, split_keys, parts,        heads_together(p, sizeof(E))};
+#if defined(TXL_WARPGROUPS)
+  if constexpr (is_half<E> && kHead <= 128) {
+    if (pdl && p.L <= kDecodeQueries && splits > 1)
+      return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::decode(params, stream);
+  }
+#endif
   const int error = choose_block<E, kHead>(params, warpgroups, stream);
-  if (error || splits == 1) return error;
-  return launch<MergeKernel<E>>(params.rows(), MergeKernel<E>::shared_bytes(params), params, stream);
+  return error || splits == 1 ? error : launch_merge<E, false>(params, stream);
 }
 
 }  // namespace txl::cuda

@@ -7,8 +7,8 @@ namespace txl::cuda {
 
 template <typename E, int kHead>
 int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-                               float* parts, bool warpgroups, void* stream) {
-  return launch_forward<E, kHead>(p, t, dropout_seed, splits, parts, warpgroups, stream);
+                               float* parts, bool warpgroups, bool pdl, void* stream) {
+  return launch_forward<E, kHead>(p, t, dropout_seed, splits, parts, warpgroups, pdl, stream);
 }
 
 template <typename E, int kHead>

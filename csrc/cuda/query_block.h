@@ -18,7 +18,8 @@ template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int k
 struct QueryBlock {
   static constexpr bool kScores = kOperands > 0;  // else their gradient, in which there is a band, too
   using Element = E;
-  using ForwardTensors = Forward;  // what copy_tile is given by forward
+  using ForwardTensors = Forward;      // what copy_tile is given by forward
+  static constexpr bool kPdl = false;  // ForwardBlock may have it
   static constexpr int kHead = kChannels, BN = kKeys;
   template <int kRows>
   using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;

@@ -10,10 +10,8 @@
 
 #if defined(__CUDACC__)
 #define TXL_NO_UNROLL_GPU _Pragma("unroll 1")
-#define TXL_UNROLL_SOME_GPU _Pragma("unroll 8")
 #else
 #define TXL_NO_UNROLL_GPU
-#define TXL_UNROLL_SOME_GPU
 #endif
 
 namespace txl::cuda {

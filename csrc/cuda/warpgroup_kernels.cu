@@ -1,5 +1,5 @@
-// The kernels by warpgroups, for sm_90a alone, of one element type and class of head dimensions: TXL_ELEMENT
-// (bf16, f16), TXL_HEAD (64, 128).
+// The kernels by warpgroups, and decode by programmatic dependent launch, for sm_90a alone, of one element
+// type and class of head dimensions: TXL_ELEMENT (bf16, f16), TXL_HEAD (64, 128).
 #include "backward.h"
 #include "forward.h"
 #include "warpgroup_block.h"
@@ -34,6 +34,12 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
     if (error) return error;
   }
   return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
+}
+
+template <typename E, int kHead>
+int WarpgroupKernels<E, kHead>::decode(const ForwardParams<Forward>& params, void* stream) {
+  const int error = launch_block<ForwardBlock<E, kHead, 1, true>>(params, stream);
+  return error ? error : launch_merge<E, true>(params, stream);
 }
 
 template <typename E, int kHead, bool kDropout>

@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the host, one block after another, and checks what a GPU leaves unchecked: races in
 // shared memory, copies nobody waited for, addresses outside of memory or misaligned, threads that do not
-// meet, operands that tensor cores read on their own before they may. csrc/cuda/device.h is written on top
-// of it.
+// meet, operands that tensor cores read on their own before they may, memory that a kernel started early may
+// not touch yet. csrc/cuda/device.h is written on top of it.
 //
 //   emulation::global_memory.clear();
 //   emulation::global_memory.add_readable("q", q, bytes);
@@ -248,6 +248,7 @@ struct Thread {
   std::vector<Copy> copies;  // in the order of issue; the first `done` have arrived
   size_t done = 0;
   uint32_t groups = 0;           // committed
+  bool may_access = true;        // global memory: not before await_previous where the launch was early
   std::vector<uint32_t> fences;  // when it came to fence_async_proxy
 };
 
@@ -306,6 +307,7 @@ struct Launch {
   int threads;
   int64_t blocks;
   uint32_t shared_bytes;
+  bool pdl;
 
   std::atomic<int64_t> next{0}, boxes{0};  // boxes: copied
   std::atomic<bool> failed{false};
@@ -496,6 +498,7 @@ inline bool run_block(Machine& m) {
     t.copies.clear();
     t.fences.clear();
     t.done = t.groups = 0;
+    t.may_access = !launch.pdl;
   }
   m.thread = options.reverse ? launch.threads - 1 : 0;
   m.warp().ready &= ~(1u << m.thread % 32);
@@ -524,7 +527,7 @@ inline void run_blocks(Launch& launch) {
 }
 
 inline void run(void (*body)(const void*), const void* params, const std::type_info& kernel, int threads,
-                int64_t blocks, uint32_t shared_bytes) {
+                int64_t blocks, uint32_t shared_bytes, bool pdl = false) {
   Launch launch;
   char* readable = abi::__cxa_demangle(kernel.name(), nullptr, nullptr, nullptr);
   launch.kernel = readable ? readable : kernel.name();
@@ -534,6 +537,7 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
   launch.threads = threads;
   launch.blocks = blocks;
   launch.shared_bytes = shared_bytes;
+  launch.pdl = pdl;
   if (machine) throw std::runtime_error("kernel " + launch.kernel + ": launched by a kernel");
   if (blocks < 0 || blocks > 0x7fffffff)
     throw std::runtime_error("kernel " + launch.kernel + ": " + std::to_string(blocks) + " blocks");
@@ -558,6 +562,8 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
 
 inline int thread_index() { return machine->thread; }
 inline int block_index() { return static_cast<int>(machine->block); }
+inline void await_previous() { machine->threads[machine->thread].may_access = true; }
+inline void release_next() {}
 
 // ---------------------------------------------------------------------------------------------------------
 // Shared memory
@@ -670,6 +676,8 @@ inline void check_global(const void* p, int bytes, bool write, const char* what)
   Machine& m = *machine;
   const auto begin = reinterpret_cast<uintptr_t>(p);
   if (begin % bytes != 0) fail(m.thread, "global %s of %d bytes at %p is misaligned", what, bytes, p);
+  if (!m.threads[m.thread].may_access)
+    fail(m.thread, "global %s of %d bytes before await_previous, in a launch with pdl", what, bytes);
   const auto& ranges = global_memory.ranges;
   if (m.last_range < ranges.size() && allowed(ranges[m.last_range], begin, bytes, write)) return;
   for (size_t i = 0; i < ranges.size(); ++i) {

@@ -723,8 +723,8 @@ struct Line {
   static void run(const Params& body) { body(); }
 };
 template <class Body>
-static void line(uint32_t shared_bytes, const Body& body, int64_t blocks = 1) {
-  launch<Line<Body> >(blocks, shared_bytes, body, nullptr);
+static void line(uint32_t shared_bytes, const Body& body, int64_t blocks = 1, bool pdl = false) {
+  launch<Line<Body> >(blocks, shared_bytes, body, nullptr, pdl);
 }
 
 static void uninitialised() {
@@ -963,6 +963,24 @@ static void global_faults(const std::string& which) {
     line(0, [x] { load_global(reinterpret_cast<float4*>(x) + lane() % 8); });
   }
   if (which == "write_out_of_bounds") line(0, [out] { store_global(out - 1 + lane(), 1.0f); });
+  if (which == "early") line(0, [x] { load_global(x + lane()); }, 1, true);
+  if (which == "early_write")
+    line(
+        0,
+        [out] {
+          if (lane() != 5) await_previous();
+          store_global(out + lane(), 1.0f);
+        },
+        1, true);
+  if (which == "early_but_waits")
+    line(
+        0,
+        [x, out] {
+          await_previous();
+          release_next();
+          store_global(out + lane(), load_own(x + lane()));
+        },
+        1, true);
   if (which == "write_read_only") line(0, [x] { store_global(x + lane(), 1.0f); });
   if (which == "misaligned") line(0, [x] { load_global(reinterpret_cast<float2*>(x + lane())); });
   if (which == "nothing_registered") line(0, [x] { load_global(x + lane()); });
