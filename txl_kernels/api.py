@@ -1,4 +1,4 @@
-"""`rel_attention`: the contract. Validates, fills in defaults, chooses the backend."""
+"""`rel_attention`, the public function: validates the arguments, fills in defaults, calls the op."""
 
 from __future__ import annotations
 
@@ -108,10 +108,11 @@ def rel_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head attention to content and to relative position over a memory and the current segment.
+    """Multi-head relative attention over a memory and the current segment.
 
-    The four-term score of Transformer-XL (Dai et al. 2019, section 3.3), computed without any L x K matrix
-    and without the relative shift of its Appendix B. For query i and key j:
+    Computes the four-term score of Transformer-XL (Dai et al. 2019, section 3.3) without the relative shift
+    of its Appendix B, and without an L x K matrix (but on a GPU, backward stores the gradient of scores for
+    a bounded part of the problem at a time, of a small one for all of it). For query i and key j:
 
         p(i)      = i + (K - L)                             position of query i on the key axis
         d(i, j)   = p(i) - j                                distance; 0 is the query's own position
@@ -119,16 +120,17 @@ def rel_attention(
         A(i, j)   = scale * [ (q_i + u) . k_j  +  (q_i + v) . r_row(i, j) ]
         out_i     = sum_j dropout(softmax_j A(i, j)) v_j    over the keys that i may see
 
-    The clamp is the paper's clamp_len: given clamp_len + 1 rows, every further distance uses row 0.
+    The clamp is the paper's clamp_len: with clamp_len + 1 rows in r, every distance beyond clamp_len uses
+    row 0.
 
-    Which keys a query may see, with L = 2, K = 5 (three of memory), 1 for yes:
+    Which keys a query may see (1: yes), for L = 2 and K = 5, of which three are memory:
 
         causal          causal,             not causal          not causal,         causal,
                         window_size=(2, 0)                      window_size=(1, 1)  key_range=[[2, 5]]
         1 1 1 1 0       0 1 1 1 0           1 1 1 1 1           0 0 1 1 1           0 0 1 1 0
         1 1 1 1 1       0 0 1 1 1           1 1 1 1 1           0 0 0 1 1           0 0 1 1 1
 
-    and the distances d(i, j) there:
+    and the distances d(i, j) of these pairs:
 
         3 2 1 0 -1
         4 3 2 1  0
@@ -137,43 +139,44 @@ def rel_attention(
 
     NaN and infinity in q, k, v, r and the biases reach the queries that see them, and no others.
 
-    Gradients flow to q, k, v, r, bias_u and bias_v; they cannot be differentiated again, and there is no
-    forward mode and no torch.func.grad (backend "reference" has all three). torch.vmap makes a call of every
-    entry. Under autocast the tensors are cast to its dtype first, float64 excepted. B = 0, H = 0 or L = 0
-    give empty results.
+    Gradients flow to q, k, v, r, bias_u and bias_v. There is no double backward, no forward-mode
+    differentiation and no torch.func.grad (backend "reference" has all three). torch.vmap makes one call per
+    entry. Under autocast, tensors other than float64 are first cast to its dtype. If B, H or L is 0, the
+    results are empty.
 
     Args:
         q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on
-            the CPU; float32, bfloat16 or float16 on a GPU. Any strides; a last dimension that is not
-            contiguous costs a copy, of this tensor as of the others.
+            the CPU; float32, bfloat16 or float16 on a GPU. Strides are free, but this tensor, like the
+            others, is copied if its last dimension is not contiguous.
         k, v: keys and values of memory followed by segment, [B, H, K, D] with K >= L.
         r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1.
-        bias_u, bias_v: the paper's u (content bias) and v (position bias), [H, D]. None is zero.
+        bias_u, bias_v: the paper's u (content bias) and v (position bias), [H, D]. None: zeros.
         causal: a query sees no key after its own position.
         window_size: (left, right): how many keys before and after its own position a query may see; -1: all.
         r_zero: the row of r that holds distance 0. None: N - 1 if causal, else N - L (so that
-            N = K + L - 1 rows stand for the distances K - 1 ... -(L - 1)).
-        key_range: per batch entry the keys start <= j < end that exist, int32 [B, 2]. Clamped into [0, K]; an
-            empty or reversed range holds no key.
+            N = K + L - 1 rows cover the distances from K - 1 down to -(L - 1)).
+        key_range: int32 [B, 2], (start, end) for each batch entry: only the keys start <= j < end exist.
+            Clamped to [0, K]; an empty or reversed range contains no key.
         scale: factor of the scores. None: D ** -0.5.
-        dropout_p: probability of dropping a softmax probability, 0 <= dropout_p < 1; the others grow by
-            1 / (1 - dropout_p).
-        dropout_seed: what decides, with (b, h, i, j), which are dropped: an int of 64 bits, or an int64
-            tensor of one element on q's device. None draws one from torch's default generator, which
-            torch.manual_seed governs.
+        dropout_p: probability of dropping a softmax probability, 0 <= dropout_p < 1; those kept are
+            multiplied by 1 / (1 - dropout_p).
+        dropout_seed: the seed of the dropout mask, which depends only on it and on (b, h, i, j): a 64-bit
+            int, or an int64 tensor of one element on q's device. None draws one from torch's default
+            generator, which torch.manual_seed governs.
         return_lse: also return lse.
-        backend: "cpu", "triton", "cuda" or "reference". None: on the CPU "cpu", on a GPU of compute
-            capability 9.0 "cuda", as measured, on others "triton"; or the other one, where that cannot serve
-            the call.
+        backend: "cpu", "triton", "cuda" or "reference". None: "cpu" on the CPU; on a GPU of compute
+            capability 9.0 "cuda", which was measured to be faster there, and "triton" on all others; or the
+            other of these two if the preferred one cannot serve the call.
 
     Returns:
-        out [B, H, L, D], of q's dtype; with return_lse also lse [B, H, L]: the natural logarithm of the sum
-        of exp A(i, j), before dropout, float32 (float64 for float64 inputs), without gradient.
+        out [B, H, L, D], of q's dtype (under autocast, of that to which q is cast). With return_lse also
+        lse [B, H, L]: the natural logarithm of sum_j exp A(i, j), before dropout; float32 (float64 for
+        float64 inputs), and not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not what is asked for above.
-        BackendUnavailable: the named backend cannot run here or has no kernel for such tensors; no
-            other takes its place.
+        BackendUnavailable: the named backend (with None, every one that could serve the call) cannot run
+            here or has no kernel for such tensors. A named backend is never replaced by another.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
         if not isinstance(tensor, Tensor):
@@ -247,8 +250,8 @@ def rel_attention(
 
 
 def backends() -> dict[str, registry.BackendInfo]:
-    """Every backend by name: whether it can run here; if not, why and what to do; if so, details (the CPU's
-    vector level). Loads each one that can be loaded."""
+    """Reports on every backend, by name: whether it can run here, with details such as the CPU's vector
+    level; or, if it cannot, why and what to do about it. Loads every backend that can be loaded."""
     return registry.report()
 
 

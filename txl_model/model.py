@@ -29,7 +29,7 @@ from txl_model.positions import last_rows, position_embedding
 
 @dataclass(frozen=True)
 class TransformerXLOutput:
-    """What one segment gives."""
+    """What the forward pass over one segment returns."""
 
     hidden: Tensor  # [B, T, d_model], what the softmax sees
     memory: Memory  # pass it in with the next segment
@@ -39,7 +39,7 @@ class TransformerXLOutput:
 
     @cached_property
     def logits(self) -> Tensor:
-        """[B, T, vocab_size], made when first asked for; of an adaptive softmax, log-probabilities."""
+        """[B, T, vocab_size], computed on first access; log-probabilities if the softmax is adaptive."""
         return self.to_logits(self.hidden)
 
     def last_logits(self) -> Tensor:
@@ -48,7 +48,7 @@ class TransformerXLOutput:
 
 
 class TransformerXL(nn.Module):
-    """The language model. `backend` names the attention kernel; None takes the best one that can run.
+    """The language model. `backend` names the attention backend; None: as `rel_attention` chooses.
 
     >>> memory = None
     >>> for input_ids, labels in segments:  # each segment continues the one before
@@ -96,18 +96,18 @@ class TransformerXL(nn.Module):
         same_length: bool | None = None,
         kind: Literal["hidden", "kv"] | None = None,
     ) -> Memory:
-        """The memory of a text not begun. It also says how that is to be read; None is as the config says.
+        """A memory to begin a text with. It also fixes how that text is read; None: as the config says.
 
         Args:
             batch_size: B.
             mem_len: tokens to remember.
-            clamp_len: distances beyond share one position embedding; -1: each has its own.
+            clamp_len: distances beyond it share its position embedding; -1: each has one of its own.
             same_length: every query sees the same number of keys.
-            kind: "hidden" remembers hidden states, projected again by the current weights: for training.
-                "kv" remembers keys and values: for reading without gradients while the weights stay as they
-                are, the same numbers with a fraction of the work. None: "kv" for a model in eval mode where
-                gradients are off. Absolute positions (attn_type 2 and 3) move with every segment, so that
-                they need "hidden".
+            kind: "hidden" remembers hidden states, which the current weights project anew for every segment:
+                for training. "kv" remembers keys and values: the same numbers with a fraction of the work,
+                for reading without gradients while the weights do not change. None: "kv" for a model in
+                eval mode with gradients off, else "hidden". Absolute positions (attn_type 2 and 3) move
+                with every segment and need "hidden".
 
         Raises:
             ValueError: for lengths that make no memory, or a kind this model cannot have.
@@ -168,16 +168,17 @@ class TransformerXL(nn.Module):
 
         Args:
             input_ids: int64 [B, T].
-            memory: what the forward pass over the segment before returned; None: `new_memory(B)`, a new text.
-            labels: int64 [B, T], those next tokens, aligned with input_ids (not shifted here); -100
-                is not scored.
-            ext_len: the last tokens of the segment that will be read again with the next one:
-                memory leaves them out.
+            memory: the memory that the previous segment's forward pass returned; None: `new_memory(B)`, to
+                begin a new text.
+            labels: int64 [B, T], the token after each of input_ids: already shifted, as they are not shifted
+                here. -100 is not scored.
+            ext_len: how many tokens at the end of the segment will be read again with the next one; memory
+                leaves them out.
 
         Raises:
-            ValueError: for shapes that do not fit, tokens out of range (on CPUs; to look would hold
-                a GPU up), the memory of another model or batch, or one of keys and values where
-                gradients are wanted.
+            ValueError: for shapes that do not match, tokens out of range (checked on CPUs only: a GPU
+                would have to be waited for), a memory of another model or batch size, or a memory of keys
+                and values in training mode or with gradients enabled.
         """
         config = self.config
         self._check(input_ids, labels, ext_len)
@@ -265,8 +266,8 @@ class TransformerXL(nn.Module):
     def _absolute_positions(self, i: int, klen: int, reading: Reading, h: Tensor) -> Tensor | None:
         """What is added to the K inputs of layer i, memory included: [K, d_model], by distance from the end.
 
-        The published code adds it in place to states that hold the positions of an earlier segment
-        already. Here memory holds none, so that every state has the position it has now.
+        The published code adds it in place, to remembered states that already contain the positions of an
+        earlier segment. Here memory contains none, so every state gets the position that it has now.
         """
         n_rows = reading.n_rows(klen)
         if self.config.attn_type == 2 and i == 0:

@@ -6,7 +6,7 @@
 //
 //   S[a, j] = (q_a + u) . k_j + T[a, c(i0, j) - a]
 //
-// so a tile of S starts its accumulators from T, at row pitch (pitch - 1). docs/algorithm.md draws it.
+// so a tile of S adds T to its accumulators, read at row pitch (pitch - 1). docs/algorithm.md draws it.
 #pragma once
 
 #include "product.h"
