@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 from safetensors.torch import load_file, save_file
 from training import (  # noqa: F401 (one_thread is used by being here)
     fingerprint,
@@ -28,8 +29,15 @@ from training import (  # noqa: F401 (one_thread is used by being here)
 
 import txl_model
 import txl_model.checkpoint
-from txl_model import TransformerXL
-from txl_model.checkpoint import Checkpoints, load_model, read_json, read_tensors, save_model
+from txl_model import TransformerXL, cli
+from txl_model.checkpoint import (
+    Checkpoints,
+    best_model,
+    load_model,
+    read_json,
+    read_tensors,
+    save_model,
+)
 from txl_model.distributed import Processes
 from txl_model.log import read_log
 from txl_model.train import TrainResult
@@ -188,6 +196,88 @@ def test_going_on_before_anything_was_saved(tmp_path):
     (tmp_path / "new" / "log.jsonl").write_text('{"event": "train", "step": 1}\n')  # killed in step 2
     run(tmp_path / "new", resume=True)
     assert fingerprint(tmp_path / "new") == fingerprint(tmp_path / "whole")
+
+
+def test_a_changed_rate_or_scheduler_holds_from_there_on(tmp_path):
+    def rates() -> list[float]:
+        return [e["lr"] for e in read_log(tmp_path / "log.jsonl") if e["event"] == "train"]
+
+    fields = {"scheduler": "dev_perf", "patience": 100}
+    run(tmp_path, max_step=4, scheduler="constant")
+    run(tmp_path, resume=True, max_step=6, **fields)
+    run(tmp_path, resume=True, max_step=8, lr=0.001, **fields)
+    run(tmp_path, resume=True, max_step=10, lr=0.001, **fields)
+    assert rates() == [0.02] * 6 + [0.001] * 4
+
+
+# ---------------------------------------------------------------------------------- the best model, going on
+
+
+def run_with_losses(out_dir: Path, losses: dict[int, float], **fields: object) -> list[bool]:
+    """Begin or go on with a run of which these are the validation losses, by step. Which evaluations so far
+    were the best, by its log; what is in best/ must be of the last of these."""
+    trainer = make_trainer(
+        out_dir, evaluator=lambda model, progress: losses[trainer.state.progress.step], **fields
+    )
+    result = trainer.run(resume=True)
+    evals = [e for e in read_log(out_dir / "log.jsonl") if e["event"] == "eval"]
+    last = [e for e in evals if e["best"]][-1]
+    assert best_model(out_dir) == (last["step"], last["loss"]) and result.best_loss == last["loss"]
+    return [e["best"] for e in evals]
+
+
+def go_back(out_dir: Path, step: int) -> None:
+    for checkpoint in Checkpoints(out_dir / "checkpoints").all():
+        if Checkpoints.step(checkpoint) > step:
+            shutil.rmtree(checkpoint)
+
+
+def test_the_best_model_is_ahead_of_steps_that_are_repeated(tmp_path):
+    """Step 8's is not the best, though what was the best at step 6 is not there any more."""
+    losses = {4: 3.0, 8: 3.5, 12: 1.0}
+    assert run_with_losses(tmp_path, losses) == [True, False, True]
+    before = fingerprint(tmp_path)
+    go_back(tmp_path, 6)
+    assert run_with_losses(tmp_path, losses) == [True, False, True]
+    assert fingerprint(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "losses, fields, best",
+    [
+        ({8: 2.5, 12: 2.7}, {}, [True, True, False]),  # worse than what was given up, better than before it
+        ({8: 3.5, 12: 4.0}, {}, [True, False, True]),  # worse than both, but these are not there any more
+        ({8: 3.5, 9: 4.0}, {"max_step": 9}, [True, False, True]),  # the step of best/ is never reached
+    ],
+    ids=str,
+)
+def test_the_best_model_of_a_branch_that_was_given_up_does_not_stay(tmp_path, capsys, losses, fields, best):
+    run_with_losses(tmp_path, {4: 3.0, 8: 2.0, 12: 1.0})
+    go_back(tmp_path, 6)
+    assert cli.main(["info", str(tmp_path)]) == 0
+    assert (
+        "best         valid 1.4427 bpc at step 12, after the newest checkpoint\n" in capsys.readouterr().out
+    )
+    assert run_with_losses(tmp_path, losses, lr=0.01, **fields) == best
+    assert cli.main(["info", str(tmp_path)]) == 0
+    assert re.search(r"best         valid [\d.]+ bpc at step \d+\n", capsys.readouterr().out)
+
+
+def test_the_best_model_of_a_branch_that_was_given_up_some_checkpoints_ago(tmp_path, capsys):
+    run_with_losses(tmp_path, {4: 3.0, 8: 2.0, 12: 2.5})
+    go_back(tmp_path, 6)
+    fields = {"lr": 0.01, "eval_interval": 10}
+    assert stop_at(9, tmp_path, **fields).step == 9  # past the step of best/, without an evaluation
+    assert cli.main(["info", str(tmp_path)]) == 0
+    assert "at step 8, of steps that were given up\n" in capsys.readouterr().out
+    assert run_with_losses(tmp_path, {10: 4.0, 12: 5.0}, **fields) == [True, True, False]
+
+
+def test_a_best_model_that_was_deleted_is_followed_by_the_next(tmp_path):
+    run_with_losses(tmp_path, {4: 3.0, 8: 4.0, 12: 5.0})
+    go_back(tmp_path, 6)
+    shutil.rmtree(tmp_path / "best")
+    assert run_with_losses(tmp_path, {8: 4.0, 12: 5.0}) == [True, True, False]
 
 
 # ----------------------------------------------------------------------------------------------- killing
@@ -402,6 +492,19 @@ def test_save_and_load(tmp_path):
     ]
     mode = (tmp_path / "new" / "folder" / "model.safetensors").stat().st_mode
     assert mode & 0o777 == (tmp_path / "new" / "folder" / "config.json").stat().st_mode & 0o777
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path, monkeypatch):
+    model = TransformerXL(model_config())
+    save_model(torch.compile(model), tmp_path / "model")
+    assert torch.equal(load_model(tmp_path / "model").bias_u, model.bias_u)
+    new_model = training.new_model
+    monkeypatch.setattr(training, "new_model", lambda *args: torch.compile(new_model(*args)))
+    with torch.compiler.set_stance("force_eager"):
+        run(tmp_path / "run", max_step=4)
+        run(tmp_path / "run", max_step=8, resume=True)
+    for folder in (tmp_path / "run", newest(tmp_path / "run")):
+        assert load_model(folder).config == model.config
 
 
 def test_load_from_a_run(finished, copy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -282,6 +283,20 @@ def test_messages(trained, tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("a: [")
     (tmp_path / "words.yaml").write_text("models: {}")
     (tmp_path / "empty.yaml").write_text("model:")
+    (tmp_path / "closed").write_text("")
+    odd = {}
+    for i, (content, message) in enumerate(
+        [
+            ("preset: [tiny]", r"preset must be the name of one, got \['tiny'\]"),
+            ("model: {vocab_size: big}", "vocab_size must be of type int, got 'big'"),
+            ("model: {vocab_size: null}", "vocab_size must be of type int, got None"),
+            ("model: {3: 4, layers: 5}", "TransformerXLConfig has no field 3, layers"),
+            ("train: {null: 4}", "TrainConfig has no field None"),
+            (f"train: {{lr: {10**400}}}", "lr must be of type float, got 1000"),
+        ]
+    ):
+        odd[tmp_path / f"odd{i}.yaml"] = message
+        (tmp_path / f"odd{i}.yaml").write_text(content)
     for args, message in [
         (("train", tmp_path / "none", tmp_path / "out"), "no .*none"),
         (("train", corpus, tmp_path / "out", "--n-layer", 0), "n_layer must be at least 1, got 0"),
@@ -290,6 +305,7 @@ def test_messages(trained, tmp_path, capsys):
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "words.yaml"), "and nothing else"),
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "empty.yaml"), "model must be fields"),
         (("train", corpus, tmp_path / "out", "--config", tmp_path / "none"), "No such file"),
+        *((("train", corpus, tmp_path / "out", "--config", path), message) for path, message in odd.items()),
         (("train", corpus, tmp_path / "out", "--plot", tmp_path / "none" / "x.png"), "no folder"),
         (("train", corpus, tmp_path / "out", *SMALL, "--device", "cuda:9"), "cuda"),
         (("train", corpus, tmp_path / "out", *SMALL, "--tgt-len", 30_000), "too long for this text"),
@@ -298,6 +314,9 @@ def test_messages(trained, tmp_path, capsys):
             "nothing draws .pgn; name a file",
         ),
         (("eval", tmp_path, corpus, "--plot", tmp_path / "x.txt"), "nothing draws .txt; name a file"),
+        (("eval", tmp_path, corpus, "--json", tmp_path), "it is a folder; name a file in it"),
+        (("eval", tmp_path, corpus, "--json", run / "config.json" / "x"), "config.json is no folder"),
+        (("eval", tmp_path, corpus, "--plot", tmp_path), "it is a folder; name a file in it"),
         (("eval", tmp_path, corpus), "no model|does not exist|config.json"),
         (("eval", run, corpus, "--split", "tset"), "no split 'tset'"),
         (("eval", run, corpus, "--mem-len", "1,2", "--stride", 4), "--stride reads without memory"),
@@ -418,6 +437,57 @@ def test_words_that_the_vocabulary_lacks(tmp_path, capsys):
         assert f"--stop {stop!r} {message}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("unit", ["byte", "char", "word"])
+def test_tokens_that_stand_for_nothing_are_never_drawn(tmp_path, capsys, unit):
+    """Nearly all of this untrained model's tokens are beyond the vocabulary."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 300)
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    assert txl("prepare", "text", tmp_path / "text.txt", corpus, "--unit", unit) == 0
+    assert txl("train", corpus, run, *SMALL, "--max-step", 1, "--vocab-size", 3000) == 0
+    for prompts in [("--prompt", "one two"), ("--prompt", "one two", "--prompt", "six")]:
+        assert txl("generate", run, *prompts, "--max-new-tokens", 8, "--top-k", 0, "--quiet") == 0
+    assert capsys.readouterr().out
+
+
+def test_prompts_are_bytes_as_in_a_file(trained, tmp_path, monkeypatch, capsys):
+    given = []
+
+    def recorded(model, prompts, *args, **options):
+        given.extend(prompts)
+        return iter([])
+
+    monkeypatch.setattr(cli.generate, "generate", recorded)
+    data = b"a\r\nb\rc\xff"
+    (tmp_path / "prompt").write_bytes(data)
+    read = ("generate", trained / "run", "--quiet")
+    assert txl(*read, "--prompt-file", tmp_path / "prompt") == 0
+    assert capsys.readouterr().out == "a\r\nb\rc\ufffd\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert txl(*read, "--prompt-file", "-") == 0
+    assert txl(*read, "--prompt", os.fsdecode(data)) == 0  # as Python takes it from the command line
+    assert given == [list(data)] * 3
+
+
+@pytest.mark.parametrize("unit", ["char", "word"])
+def test_prompts_that_are_not_utf_8(tmp_path, monkeypatch, capsys, unit):
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 300)
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    assert txl("prepare", "text", tmp_path / "text.txt", corpus, "--unit", unit) == 0
+    assert txl("train", corpus, run, *SMALL, "--max-step", 1) == 0
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for prompt, name in [
+        (("--prompt-file", tmp_path / "latin"), str(tmp_path / "latin")),
+        (("--prompt-file", "-"), "standard input"),
+        (("--prompt", "caf\udce9"), r"--prompt 'caf\udce9'"),
+    ]:
+        assert txl("generate", run, *prompt) == cli.ERROR
+        said = (
+            f"txl: error: {name} is not UTF-8 text (unexpected end of data), of which the model reads {unit}s"
+        )
+        assert said in capsys.readouterr().err
+
+
 def test_windows_have_no_memory(trained, tmp_path, capsys):
     out = tmp_path / "windows.json"
     read = ("eval", trained / "run", trained / "corpus", "--max-tokens", 40, "--quiet")
@@ -428,8 +498,11 @@ def test_windows_have_no_memory(trained, tmp_path, capsys):
 def test_a_corpus_numbered_otherwise_is_refused(trained, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("some words of another text\n" * 300)
     assert txl("prepare", "text", tmp_path / "text.txt", tmp_path / "corpus", "--unit", "char") == 0
-    assert txl("eval", trained / "run", tmp_path / "corpus") == cli.ERROR
-    assert "numbers its symbols otherwise" in capsys.readouterr().err
+    generate = ("generate", trained / "run", "--prompt", "a", "--max-new-tokens", 1, "--corpus")
+    assert txl(*generate, trained / "corpus") == 0
+    for args in [("eval", trained / "run"), generate]:
+        assert txl(*args, tmp_path / "corpus") == cli.ERROR
+        assert "numbers its symbols otherwise" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_the_last_checkpoint(trained, tmp_path):
@@ -455,6 +528,50 @@ def test_ctrl_c_keeps_the_last_checkpoint(trained, tmp_path):
     command = f"txl train {trained / 'corpus'} {tmp_path / 'run'} --resume"
     way_on = f"the last checkpoint is {checkpoint}, and this goes on from there: {command}\n"
     assert err.endswith(way_on) and err.count("\n") == 1
+
+
+def unread(device=None):
+    """A stream that nobody reads: a pipe whose reader has gone, or a full device."""
+    if device:
+        return open(device, "w", buffering=1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1)
+
+
+@pytest.mark.parametrize(
+    "device, reason", [(None, "Broken pipe"), ("/dev/full", "No space left on device")], ids=["pipe", "full"]
+)
+def test_training_goes_on_when_nobody_reads(trained, tmp_path, monkeypatch, capsys, device, reason):
+    train = ("train", trained / "corpus", tmp_path / "run")
+    resume = (*train, "--resume", "--quiet", "--max-step")
+    with unread(device) as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert txl(*train, *SMALL, "--max-step", 4) == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+    said = f"txl: standard output takes no more lines ({reason}): training goes on without them; "
+    err = capsys.readouterr().err
+    assert err.startswith(said) and err.count("\n") == 1
+    with unread(device) as stdout, unread(device) as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "stderr", stderr)  # 2>&1
+        assert txl(*resume, 6) == 0
+    monkeypatch.setattr(sys, "stdout", None)  # >&-
+    assert txl(*resume, 8) == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_output_that_nobody_reads(trained, monkeypatch, capsys):
+    """A few lines, which are written when all is done, and a text that comes piece by piece."""
+    for args in [("info", "tiny"), ("generate", trained / "run", "--prompt", "line", "--quiet")]:
+        with unread() as stdout, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert txl(*args) == cli.UNREAD
+        assert "rror" not in capsys.readouterr().err
+        with unread("/dev/full") as stdout, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert txl(*args) == cli.ERROR
+        assert "txl: error: [Errno 28] No space left on device\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("interval, kept", [(3, True), (0, False)])
@@ -483,6 +600,20 @@ def test_ctrl_c_before_the_first_step(trained, tmp_path, monkeypatch, capsys):
     plot = ("--plot", tmp_path / "loss.png")
     assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, *plot) == cli.INTERRUPTED
     assert capsys.readouterr().err == "txl: stopped at step 0; no checkpoint was saved yet\n"
+
+
+def test_ctrl_c_before_the_first_line_of_the_log(trained, tmp_path, monkeypatch, capsys):
+    segment = OrderedBatches.__next__
+
+    def interrupted(batches):
+        signal.raise_signal(signal.SIGINT)
+        return segment(batches)
+
+    monkeypatch.setattr(OrderedBatches, "__next__", interrupted)
+    plot = ("--plot", tmp_path / "loss.png")
+    assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, *plot) == cli.INTERRUPTED
+    assert capsys.readouterr().err.startswith("txl: stopped at step 1; the last checkpoint is ")
+    assert not (tmp_path / "loss.png").exists()
 
 
 def test_interrupt_and_missing_package(monkeypatch, capsys):

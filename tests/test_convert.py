@@ -622,6 +622,33 @@ def test_damaged_files(tmp_path, name, damage):
         load_authors(path, authors_args())
 
 
+def test_only_a_converted_model_is_replaced(tmp_path):
+    train = {"batch_size": 4}
+    for name, content in {
+        "run": {"config.json": {"model": {}, "train": train}, "log.jsonl": {}},
+        "best": {"config.json": {"model": {}, "train": train}, "model.safetensors": {}},
+        "corpus": {"corpus.json": {}, "train.bin": {}},
+        "huggingface": {"config.json": huggingface_config(), "model.safetensors": {}},
+        "other": {"notes.txt": {}},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, values in content.items():
+            (tmp_path / name / file).write_text(json.dumps(values))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    first, second = (from_authors(authors_state(), authors_args(mem_len=m)) for m in (6, 9))
+    for folder in sorted(tmp_path.iterdir()):
+        with pytest.raises(
+            ValueError, match=r"is not empty and holds no converted model: there is \S+ in it"
+        ):
+            first.save(folder)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+    (tmp_path / "new" / ".saving").mkdir(parents=True)  # as a kill leaves it
+    for converted in (first, second):
+        converted.save(tmp_path / "new")
+        assert_same_model(tmp_path / "new", converted)
+
+
 def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*state\.pt"):
         load_authors(tmp_path / "state.pt", authors_args())

@@ -500,7 +500,7 @@ def test_splits_hold_all_of_the_text_once(texts, unit, shares, whole_files):
                 root / "in", root / "out", unit=unit, valid=shares[0], test=shares[1], whole_files=whole_files
             )
         except ValueError as error:
-            assert any(words in str(error) for words in ("holds no text", "nothing is left", "is empty"))
+            assert any(words in str(error) for words in ("holds no text", "nothing is left", "too little"))
             assert not (root / "out").exists()
             return
         assert corpus.splits == tuple(s for s, n in zip(SPLITS, (1, *shares), strict=True) if n > 0)
@@ -609,6 +609,8 @@ def test_no_text_to_be_had(tmp_path):
     (tmp_path / "folder").mkdir()
     short = write(tmp_path / "short.txt", "ab")
     latin = write(tmp_path / "latin/x.txt", "caf\xe9 au lait\n".encode("latin-1") * 20)
+    line = write(tmp_path / "line.txt", "nineteen characters")
+    os.mkfifo(tmp_path / "pipe")
     for source, options, error, message in [
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
         (tmp_path / "folder", {}, ValueError, r"holds no text: no file in it matches '\*\*/\*'"),
@@ -616,7 +618,11 @@ def test_no_text_to_be_had(tmp_path):
         (tmp_path / "latin", {"pattern": "/etc/*"}, ValueError, "must be one of paths below"),
         (empty, {}, ValueError, "empty.txt holds no text: it is empty"),
         (short, {}, ValueError, "nothing is left for the (valid|test) split"),
-        (short, {"valid": 0, "test": 0.5}, ValueError, "the train text is empty: there is nothing"),
+        (tmp_path / "pipe", {}, ValueError, "is a pipe, a device or, .*: copy it to a file first"),
+        (Path("/proc/self/status"), {}, ValueError, "a file that does not tell its size, .*: copy it"),
+        (short, {"valid": 0, "test": 0.5}, ValueError, "too little is left for the train split: .* has 1"),
+        (line, {}, ValueError, r"the valid split: at least 2 tokens are needed, .* has 1\. .*--valid"),
+        (line, {"unit": "word", "valid": 0, "test": 0.5}, ValueError, "nothing is left for the test split"),
         (latin, {"unit": "char"}, ValueError, r"x.txt is not UTF-8 text .*--unit byte"),
         (latin, {"unit": "word"}, ValueError, "x.txt is not UTF-8 text"),
         (tmp_path / "latin", {"valid": "*.md"}, ValueError, r"'\*.md', which is to be the valid text"),
@@ -894,6 +900,11 @@ def test_text_to_numbers_and_back():
     assert text8.decode([1, 0, 3]) == "a c"
     every = Vocabulary.of_bytes()
     assert every.encode("é\r\n") == [0xC3, 0xA9, 13, 10]
+    assert every.encode(b"\xff\r") == [255, 13]
+    assert words.encode(b"The cat\r\n") == [2, 3, 0]
+    for unit in (words, text8):
+        with pytest.raises(UnicodeDecodeError):
+            unit.encode(b"caf\xe9")
     assert words.unknown_in("The dog sat on the\ncat; the dog") == ["dog", "sat", "on", "cat;"]
     assert sentences.unknown_in("a b\n") == text8.unknown_in("A cab\n") == every.unknown_in("é") == []
     assert text8.unknown_in("Abz z") == ["z"] and enwik8.unknown_in("abz") == [ord("z")]

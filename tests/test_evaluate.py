@@ -394,6 +394,17 @@ def test_bad_input():
         (dict(tokens=tokens[:0]), "needs 2 tokens, .* got 0"),
         (dict(tokens=tokens.view(2, 10)), r"1-D integers, got torch.int64 \[2, 10\]"),
         (dict(tokens=tokens.float()), "1-D integers, got torch.float32"),
+        *(
+            (
+                dict(tokens=x, max_tokens=5),
+                rf"tokens must be a tensor of 1-D integers, got {type(x).__name__}: ",
+            )
+            for x in (tokens.tolist(), tokens.numpy())
+        ),
+        *(
+            (dict(dtype=x), rf"dtype must be torch\.bfloat16, torch\.float16 or None, got {x!r}")
+            for x in (torch.float64, torch.float32, "bfloat16")
+        ),
         (dict(tokens=too_large), r"token 64 is not in the model's vocabulary, \[0, 64\): is this the corpus"),
         (dict(tokens=-tokens), r"token -\d+ is not in the model's vocabulary"),
     ]:

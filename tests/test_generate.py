@@ -166,6 +166,18 @@ def test_top_k_of_the_paper_is_the_default():
     assert len(rank.unique()) > 35
 
 
+@pytest.mark.parametrize("fields", RELATIVE)
+def test_tokens_beyond_the_symbols_are_not_drawn(fields):
+    model = small_model(**fields)
+    for options in (dict(temperature=0), dict(temperature=1e9, top_k=0, seed=1)):
+        assert max(max(row) for row in collect(generate(model, PROMPTS, 40, **options))) >= 5
+        few = collect(generate(model, PROMPTS, 40, n_symbols=5, **options))
+        assert max(max(row) for row in few) < 5
+    prompt = torch.tensor(PROMPTS[:1])
+    first = next(generate(model, PROMPTS[:1], 1, temperature=0, n_symbols=5))
+    assert first.item() == model(prompt).logits[0, -1, :5].argmax().item()
+
+
 # ----------------------------------------------------------------------------------------- one step at a time
 
 
@@ -273,6 +285,7 @@ def test_bad_input():
         (dict(stop_tokens=[3, 99]), "stop_tokens: token 99 is not"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
         (dict(segment_len=0), "segment_len must be at least 1"),
+        (dict(n_symbols=0), "n_symbols must be at least 1, got 0"),
         (dict(top_k=-1), "top_k must be at least 0, got -1"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),

@@ -219,6 +219,11 @@ def test_bad_input():
         (dict(vocab_size=-3), "vocab_size must be at least 1, got -3"),
         (dict(dropatt=1.0), r"dropatt must be in \[0, 1\), got 1.0"),
         (dict(dropout=float("nan")), r"dropout must be in \[0, 1\), got nan"),
+        *(
+            (dict([(name, value)]), f"{name} must be a finite number, not negative, got {value}")
+            for name in ("init_std", "proj_init_std")
+            for value in (-1.0, float("nan"), float("inf"))
+        ),
         (dict(d_model=7), "d_model must be even"),
         (dict(mem_len=-1), "mem_len must not be negative, got -1"),
         (dict(same_length_extra=-1), "same_length_extra must not be negative, got -1"),
@@ -238,6 +243,7 @@ def test_bad_input():
         (dict(n_layer="3"), "n_layer must be of type int, got '3'"),
         (dict(mem_len=None), "mem_len must be of type int, got None"),
         (dict(dropout="much"), "dropout must be of type float, got 'much'"),
+        (dict(dropout=10**400), "dropout must be of type float, got 1000"),
         (dict(cutoffs=5), "cutoffs must be of type tuple.*, got 5"),
         (dict(cutoffs=("a",)), "cutoffs must be of type .*, got 'a'"),
     ]:
@@ -245,6 +251,8 @@ def test_bad_input():
             TransformerXLConfig(**fields)
     with pytest.raises(ValueError, match="TransformerXLConfig has no field layers, n_heads"):
         TransformerXLConfig.from_dict({"n_heads": 3, "layers": 1})
+    with pytest.raises(ValueError, match="TransformerXLConfig has no field 3, None, layers"):
+        TransformerXLConfig.from_dict({"layers": 1, 3: 4, None: 5})
     with pytest.raises(ValueError, match="TransformerXLConfig has no field n_heads"):
         TransformerXLConfig.preset("tiny", n_heads=3)
     with pytest.raises(

@@ -434,6 +434,36 @@ def test_sixteen_bits():
     assert (kv - want).square().mean() < 2 * (hidden - want).square().mean()
 
 
+def test_autocast_reads_what_autocast_wrote():
+    """Keys and values in bfloat16, hidden states in float32; outside it the first are of another dtype."""
+    model = reader(dtype=torch.float32)
+    for kind in KINDS:
+        memory = model.new_memory(B, kind=kind)
+        for enabled in (False, True, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                memory = model(tokens(4), memory).memory
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = model(tokens(4), model.new_memory(B, kind="kv")).memory
+        with pytest.raises(
+            ValueError, match=r"float64, this model reads torch\.bfloat16 or torch\.float32: "
+        ):
+            model(tokens(4), memory.to(torch.float64))
+    with pytest.raises(ValueError, match=r"memory is of torch\.bfloat16, this model reads torch\.float32: "):
+        model(tokens(4), memory)
+    model(tokens(4), memory.to(torch.float32))
+
+
+def test_padding_as_long_as_can_be():
+    """It is attended by nothing, however long: attention has 32 bits for where it ends."""
+    model = reader()
+    for kind in KINDS:
+        memory = model(tokens(4), model.new_memory(B, kind=kind)).memory.reset([1], skip=2**30)
+        first = memory.key_range(4)[1, 0]
+        assert first == 2**30 + 4
+        want, got = (model(tokens(4), m).logits for m in (memory, memory.reset([1], skip=100)))
+        torch.testing.assert_close(got, want)
+
+
 # -------------------------------------------------------------------------------------------------- bad input
 
 
@@ -447,11 +477,26 @@ def test_bad_input():
         (lambda: model(x, reader(n_layer=3).new_memory(B)), r"= \(3, 12, 2, 6\) .* need \(2, 12, 2, 6\)"),
         (lambda: model(x, reader(attn_type=1)(x).memory), r"= \(2, 12, 2, 7\)"),
         (lambda: absolute(x, kv), "memory is of a model with relative positions"),
+        *(
+            (
+                lambda m=m: model(x, m.to(torch.float32)),
+                r"is of torch\.float32, this model reads torch\.float64: ",
+            )
+            for m in (hidden, kv)
+        ),
+        *(
+            (lambda m=m: model(x, m.to("meta")), r"memory is on meta and the model on cpu: memory\.to\(")
+            for m in (hidden, kv, model.new_memory(B))
+        ),
         (lambda: model(x, [hidden]), "memory must come from new_memory or a forward pass, got list"),
         (lambda: training(x, kv), r"call model.eval\(\) and use torch.no_grad\(\), or .* kind='hidden'"),
         (lambda: grad(model.__call__)(x, kv), "a memory of keys and values is for reading"),
         (lambda: absolute.new_memory(B, kind="kv"), "attn_type 2 has absolute positions, which need"),
         (lambda: model.new_memory(B, kind="keys"), "kind must be 'hidden', 'kv' or None, got 'keys'"),
+        (lambda: model.new_memory(-1), "batch_size must not be negative, got -1"),
+        (lambda: model.new_memory(2.0), "batch_size must be a whole number, got 2.0"),
+        (lambda: model.new_memory(B, 2.5), "mem_len must be a whole number, got 2.5"),
+        (lambda: model.new_memory(B, clamp_len="3"), "clamp_len must be a whole number, got '3'"),
         (lambda: model.new_memory(B, -1), "mem_len must not be negative, got -1"),
         (lambda: model.new_memory(B, clamp_len=-2), "clamp_len must be -1 .* or a distance, got -2"),
         (lambda: model.new_memory(B, 0, same_length=True), "same_length needs mem_len >= 1"),
@@ -460,6 +505,13 @@ def test_bad_input():
         (lambda: kv.reset([0.5]), "rows must be whole numbers"),
         (lambda: kv.reset(torch.ones(3, dtype=torch.bool)), r"rows must be bool \[2\], got shape \[3\]"),
         (lambda: hidden.reset([0], skip=-1), "skip must not be negative, got -1"),
+        (lambda: hidden.reset([0], skip=2**31), "skip must be at most 1,073,741,824, got 2147483648"),
+        (
+            lambda: hidden.reset([0], skip=2**64),
+            r"skip must be whole numbers \(int64\), got 18446744073709551616",
+        ),
+        (lambda: hidden.reset([0], skip=None), "skip must be whole numbers .*, got None"),
+        (lambda: kv.reset(None), "rows must be whole numbers .*, got None"),
         (lambda: hidden.reset([0], skip=1.5), "skip must be whole numbers, got 1.5"),
         (
             lambda: hidden.reset([0], skip=torch.tensor([1, 2])),

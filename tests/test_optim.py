@@ -108,6 +108,28 @@ def test_state_before_the_first_evaluation_is_json():
     assert schedule.plateau.best == math.inf
 
 
+def test_dev_perf_goes_on_from_a_new_rate_and_begins_after_another_scheduler():
+    model = nn.Linear(2, 2)
+
+    def schedule(lr):
+        config = train_config(scheduler="dev_perf", lr=lr, patience=1, decay_rate=0.5)
+        return Schedule(make_optimizer(model, config), config)
+
+    before = schedule(1.0)
+    for loss in (2.0, 2.1, 2.2, 2.3):
+        before.after_evaluation(loss)
+    assert before.state() == {"lr": 0.5, "best": 2.0, "num_bad_epochs": 1}
+    same, other = schedule(1.0), schedule(0.3)
+    same.resume(before.state())
+    other.resume(before.state(), new_lr=True)
+    assert same.state() == before.state()
+    assert other.state() == {"lr": 0.3, "best": 2.0, "num_bad_epochs": 1}
+    cosine = train_config(scheduler="cosine", lr=1.0)
+    fresh = schedule(0.3)
+    fresh.resume(Schedule(make_optimizer(model, cosine), cosine).state())
+    assert fresh.state() == {"lr": 0.3, "best": None, "num_bad_epochs": 0}
+
+
 @pytest.mark.parametrize("fields", [{}, {"attn_type": 1}, {"cutoffs": (4, 7), "div_val": 2}], ids=str)
 def test_only_matrices_decay(fields):
     model = TransformerXL(model_config(untie_r=True, **fields))
@@ -175,6 +197,13 @@ def test_averages_are_those_of_torch(kind):
     "values, message",
     [
         ({"lr": 0.0}, "lr must be greater than 0, got 0.0"),
+        *(
+            ({name: value}, f"{name} must be a finite number, got {value}")
+            for name in ("lr", "mom", "weight_decay", "clip", "eta_min", "lr_min")
+            for value in (math.nan, math.inf)
+        ),
+        ({"ema_decay": math.nan}, "ema_decay must be between 0 and 1, got nan"),
+        ({"seed": 2**63}, f"seed must be less than 2.63, got {2**63}"),
         ({"max_step": 0}, "max_step must be at least 1, got 0"),
         ({"tgt_len": 0}, "tgt_len must be at least 1, got 0"),
         ({"clip": -1.0}, "clip must not be negative, got -1.0"),

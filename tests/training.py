@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from txl_model import TransformerXL, TransformerXLConfig
+from txl_model.checkpoint import best_model
 from txl_model.data import OrderedBatches
 from txl_model.distributed import Processes
 from txl_model.log import read_log
@@ -99,7 +100,7 @@ def losses(out_dir: Path) -> list[float]:
 
 
 def fingerprint(out_dir: Path) -> dict:
-    """All of a run that must not depend on whether it was stopped: its log, and its newest
+    """All of a run that must not depend on whether it was stopped: its log, its best model, and its newest
     checkpoint to the byte.
     """
     log = [{k: e[k] for k in EXACT if k in e} for e in read_log(out_dir / "log.jsonl")]
@@ -107,4 +108,4 @@ def fingerprint(out_dir: Path) -> dict:
     files = json.loads((newest / "manifest.json").read_text())["files"]
     # It tells the time, too.
     sums = {name: file["sha256"] for name, file in files.items() if name != "progress.json"}
-    return {"log": log, "checkpoint": newest.name, "files": sums}
+    return {"log": log, "best": best_model(out_dir), "checkpoint": newest.name, "files": sums}

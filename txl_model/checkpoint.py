@@ -20,7 +20,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl_model.config import TransformerXLConfig
@@ -47,7 +47,7 @@ def save_model(
     """Write a model to a folder, as config.json and model.safetensors, in place of one that is there.
 
     Args:
-        model: its weights are written in their dtype.
+        model: its weights are written in their dtype; if torch.compile has wrapped it, under its own names.
         path: the folder; made if it is not there.
         about: further entries of config.json, beside "model".
         metadata: goes into the header of model.safetensors.
@@ -59,7 +59,7 @@ def save_model(
     try:
         with replacing(Path(path)) as scratch:
             write(scratch / CONFIG, {**(about or {}), "model": model.config.to_dict()})
-            write(scratch / WEIGHTS, model.state_dict(), metadata)
+            write(scratch / WEIGHTS, unwrapped(model).state_dict(), metadata)
     except OSError as error:
         raise OSError(f"cannot save the model in {path}: {reason(error)}") from error
 
@@ -120,6 +120,22 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(sharded_like(tensors[name], target))
+
+
+def unwrapped(model: TransformerXL) -> TransformerXL:
+    """The model that torch.compile has wrapped, if it has: the wrapper puts a prefix to every name."""
+    original: TransformerXL = getattr(model, "_orig_mod", model)
+    return original
+
+
+def best_model(run: Path) -> tuple[int, float] | None:
+    """The step of the model in a run's best/ and its validation loss. None: there is none that says so."""
+    try:
+        with safe_open(run / "best" / WEIGHTS, "pt") as file:
+            metadata = file.metadata() or {}
+        return int(metadata["step"]), float(metadata["valid_loss"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
 
 
 def run_config(folder: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from txl_model.checkpoint import save_model
+from txl_model.checkpoint import CONFIG, read_json, save_model
 from txl_model.config import TransformerXLConfig
 from txl_model.model import TransformerXL
 
@@ -112,10 +112,31 @@ class Converted:
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json, model.safetensors and, where there is a vocabulary, vocab.txt."""
+        """Write config.json, model.safetensors and, where there is a vocabulary, vocab.txt.
+
+        The folder is made if it is not there; a model that was converted into it before is replaced. Raises
+        ValueError if it holds anything else, which would be mixed with the model or lose its config.json.
+        """
+        _check_folder(Path(folder))
         save_model(self.model(), folder)
         if self.vocabulary is not None:
             (Path(folder) / "vocab.txt").write_text(self.vocabulary, encoding="utf-8")
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ValueError where a converted model would mix with what is there, or take its place."""
+    if not folder.is_dir():
+        return
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    if "model" in config and "train" not in config:  # a run, its checkpoints and its best model have both
+        return
+    # A hidden one may be what a kill left of our own.
+    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+    if others:
+        raise ValueError(
+            f"{folder} is not empty and holds no converted model: there is {others[0]} in it. "
+            "Name another folder"
+        )
 
 
 def from_authors(tensors: Tensors, args: Mapping[str, Any]) -> Converted:

@@ -95,6 +95,9 @@ def evaluate(
         ValueError: a setting out of range, or tokens that are no text in the model's vocabulary.
     """
     config = model.config
+    _check_tensor(tokens)
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
     check_at_least(1, tgt_len=tgt_len, batch_size=batch_size, stride=stride, max_tokens=max_tokens)
     check_at_least(0, mem_len=mem_len, warm_up=warm_up)
     if stride is not None and stride > tgt_len:
@@ -245,9 +248,16 @@ def _piece(
     return place.clamp(max=n_token - 1), scored
 
 
-def _check_text(tokens: Tensor, vocab_size: int) -> None:
+def _check_tensor(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ValueError(
+            f"tokens must be a tensor of 1-D integers, got {type(tokens).__name__}: torch.as_tensor makes one"
+        )
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be 1-D integers, got {tokens.dtype} {list(tokens.shape)}")
+
+
+def _check_text(tokens: Tensor, vocab_size: int) -> None:
     if len(tokens) < 2:
         raise ValueError(f"a text needs 2 tokens, one to read and one to predict, got {len(tokens)}")
     for part in tokens.split(2**20):  # the text may be larger than memory

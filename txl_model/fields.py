@@ -41,7 +41,8 @@ class Fields:
     @classmethod
     def from_dict(cls: type[_Config], values: dict[str, Any]) -> _Config:
         """Raises ValueError for a field there is none of."""
-        unknown = sorted(set(values) - {f.name for f in fields(cls)})  # type: ignore[arg-type]
+        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(str(name) for name in values if name not in names)  # YAML has keys of any type
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}")
         return cls(**values)
@@ -59,7 +60,7 @@ def _as(kind: str, name: str, value: Any) -> Any:
     if kind == "float" and isinstance(value, (Real, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML has 1e-3, without a point, as a string
-        except ValueError:
+        except (ValueError, OverflowError):  # an int beyond all floats
             pass
     if (kind, type(value)) in (("bool", bool), ("str", str)):
         return value

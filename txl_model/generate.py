@@ -31,6 +31,7 @@ def generate(
     clamp_len: int | None = None,
     same_length: bool | None = None,
     segment_len: int = 512,
+    n_symbols: int | None = None,
 ) -> Iterator[Tensor]:
     """Continue prompts, step by step.
 
@@ -54,6 +55,8 @@ def generate(
         stop_tokens: the first of these that a row gives ends it; the iterator ends when all rows have.
         mem_len, clamp_len, same_length: of the memory. None: the model's.
         segment_len: tokens of the prompts read at once.
+        n_symbols: draw tokens below this number only. For a model with more of them than its vocabulary has
+            symbols: the others stand for nothing. None: all.
 
     Yields:
         int64 [B], on the CPU: each row's next token, its stop token included; after that `FINISHED`.
@@ -71,7 +74,7 @@ def generate(
             raise ValueError(f"prompt {b} is empty: a model needs a token to predict the next one from")
         _check_tokens(f"prompt {b}", row, vocab_size)
     _check_tokens("stop_tokens", stop, vocab_size)
-    check_at_least(1, max_new_tokens=max_new_tokens, segment_len=segment_len)
+    check_at_least(1, max_new_tokens=max_new_tokens, segment_len=segment_len, n_symbols=n_symbols)
     check_at_least(0, top_k=top_k, mem_len=mem_len)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
@@ -83,6 +86,7 @@ def generate(
     draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
 
     def choose(logits: Tensor) -> Tensor:
+        logits = logits[:, :n_symbols]
         if temperature == 0:
             return logits.argmax(-1)
         uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of padding: where a text begins is int32 to attention, after what is remembered.
+MAX_SKIP = 2**30
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -55,6 +58,11 @@ class Memory(ABC):
     def length(self) -> int:
         """Tokens remembered so far, M."""
 
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype | None:
+        """Of what is remembered. None: nothing is yet, and it will be that of what is written first."""
+
     @classmethod
     @abstractmethod
     def of(cls, reading: Reading, batch_size: int, start: Tensor | None, states: list[Tensor]) -> Memory:
@@ -84,16 +92,16 @@ class Memory(ABC):
                 (prompts of unequal length are padded on the left, so that they end together).
 
         Raises:
-            ValueError: for rows that are not there, or padding after a memory of zeros (`zero_memory`).
+            ValueError: for rows that are not there, a skip below 0 or above 2^30, or padding after a memory
+                of zeros (`zero_memory`).
         """
-        chosen = torch.as_tensor(rows, device=self.device)
+        chosen, skip = self._as_tensor("rows", rows), self._as_tensor("skip", skip)
         if chosen.dtype == torch.bool:
             if chosen.shape != (self.batch_size,):
                 raise ValueError(f"rows must be bool [{self.batch_size}], got shape {list(chosen.shape)}")
             chosen = chosen.nonzero().squeeze(1)
         elif chosen.numel() and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
             raise ValueError(f"rows must be indices into a batch of {self.batch_size}, got {chosen.tolist()}")
-        skip = torch.as_tensor(skip, device=self.device)
         for name, x in (("rows", chosen), ("skip", skip)):
             if x.is_floating_point() and x.numel():
                 raise ValueError(f"{name} must be whole numbers, got {x.tolist()}")
@@ -104,6 +112,8 @@ class Memory(ABC):
             )
         if skip.numel() and skip.min() < 0:
             raise ValueError(f"skip must not be negative, got {skip.tolist()}")
+        if skip.numel() and skip.max() > MAX_SKIP:
+            raise ValueError(f"skip must be at most {MAX_SKIP:,}, got {skip.tolist()}")
         if self.reading.zero_memory:
             if skip.any():
                 raise ValueError(
@@ -115,6 +125,12 @@ class Memory(ABC):
         start = start if self.start is None else self.start.clone()
         start[chosen] = self.length + skip.long()
         return replace(self, start=start)
+
+    def _as_tensor(self, name: str, numbers: Any) -> Tensor:
+        try:
+            return torch.as_tensor(numbers, device=self.device)
+        except (RuntimeError, TypeError, ValueError) as error:  # no numbers, or beyond int64
+            raise ValueError(f"{name} must be whole numbers (int64), got {numbers!r}") from error
 
     def key_range(self, n_token: int) -> Tensor | None:
         """int32 [B, 2]: the keys that exist when a segment of n_token tokens is read; None: all of them."""
@@ -181,6 +197,10 @@ class HiddenMemory(Memory):
     @property
     def length(self) -> int:
         return self.hidden[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden[0].dtype
 
     def open(self, n_token: int) -> list[Tensor]:
         return list(self.hidden)
@@ -284,6 +304,11 @@ class KeyValueMemory(Memory):
     @property
     def length(self) -> int:
         return self.end - self.begin
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        first = self.store.keys_values[0]
+        return None if first is None else first.dtype
 
     def open(self, n_token: int) -> list[KeyValues]:
         memory = self

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Literal, cast
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from txl_kernels import dropout
+from txl_kernels.reference import has_autocast
 from txl_model import few_tokens
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from txl_model.attention import Sight
@@ -110,14 +112,18 @@ class TransformerXL(nn.Module):
                 with every segment and need "hidden".
 
         Raises:
-            ValueError: for lengths that make no memory, or a kind this model cannot have.
+            ValueError: for sizes that make no memory, or a kind this model cannot have.
         """
         config = self.config
         mem_len = config.mem_len if mem_len is None else mem_len
         clamp_len = config.clamp_len if clamp_len is None else clamp_len
         same_length = config.same_length if same_length is None else same_length
-        if mem_len < 0:
-            raise ValueError(f"mem_len must not be negative, got {mem_len}")
+        for name, value in (("batch_size", batch_size), ("mem_len", mem_len), ("clamp_len", clamp_len)):
+            if not isinstance(value, (int, Integral, torch.SymInt)):  # the last: under torch.export
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        for name, value in (("batch_size", batch_size), ("mem_len", mem_len)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         if clamp_len < -1:
             raise ValueError(f"clamp_len must be -1 (off) or a distance, got {clamp_len}")
         if same_length and mem_len + config.same_length_extra == 0:
@@ -177,8 +183,8 @@ class TransformerXL(nn.Module):
 
         Raises:
             ValueError: for shapes that do not match, tokens out of range (checked on CPUs only: a GPU
-                would have to be waited for), a memory of another model or batch size, or a memory of keys
-                and values in training mode or with gradients enabled.
+                would have to be waited for), a memory of another model, batch size, device or dtype, or a
+                memory of keys and values in training mode or with gradients enabled.
         """
         config = self.config
         self._check(input_ids, labels, ext_len)
@@ -309,6 +315,19 @@ class TransformerXL(nn.Module):
                 f"memory is of (n_layer, d_model, n_head, width of keys) = {got} "
                 f"and batch {memory.batch_size}; the model and input_ids need {expected} "
                 f"and batch {batch_size}"
+            )
+        weight = self.softmax.biases[0]
+        if memory.device != weight.device:
+            raise ValueError(
+                f"memory is on {memory.device} and the model on {weight.device}: memory.to(device) moves it"
+            )
+        dtypes = {weight.dtype}
+        if has_autocast(weight.device.type) and torch.is_autocast_enabled(weight.device.type):
+            dtypes |= {torch.float32, torch.get_autocast_dtype(weight.device.type)}  # what layers make there
+        if memory.dtype is not None and memory.dtype not in dtypes:
+            needed = " or ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"memory is of {memory.dtype}, this model reads {needed}: memory.to(dtype) converts it"
             )
         if isinstance(memory, KeyValueMemory) and not config.relative:
             raise ValueError("memory is of a model with relative positions; this one's are absolute")

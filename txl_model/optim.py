@@ -93,10 +93,12 @@ class Schedule:
         best = self.plateau.best if math.isfinite(self.plateau.best) else None
         return {"lr": self.lr, "best": best, "num_bad_epochs": self.plateau.num_bad_epochs}
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        if self.plateau is not None:
-            self._set(state["lr"])
+    def resume(self, state: dict[str, Any], new_lr: bool = False) -> None:
+        """Go on where `state` was taken; with the rate of the config if that is a `new_lr`."""
+        # A state of another scheduler is empty: dev_perf begins there.
+        if self.plateau is not None and state:
+            if not new_lr:
+                self._set(state["lr"])
             self.plateau.best = math.inf if state["best"] is None else state["best"]
             self.plateau.num_bad_epochs = state["num_bad_epochs"]
 

@@ -168,7 +168,7 @@ class TrainState:
             self._load_optimizer(checkpoint / OPTIMIZER)
             saved = read_json(checkpoint / PROGRESS)
             self.progress = Progress.from_dict(saved)
-            self.schedule.resume(saved["schedule"])
+            self.schedule.resume(saved["schedule"], new_lr="lr" in changes)
             if self.average and saved["averaged"]:
                 self.average.count = saved["averaged"]
                 averages = self._averages()

@@ -27,11 +27,13 @@ from tqdm import tqdm
 from txl_model.checkpoint import (
     CONFIG,
     Checkpoints,
+    best_model,
     load_weights,
     reason,
     replacing,
     run_config,
     save_model,
+    unwrapped,
     write,
 )
 from txl_model.config import NOT_SCORED, TransformerXLConfig
@@ -203,12 +205,13 @@ class Trainer:
             for block in model.blocks:
                 block.compile()
         self.scorer = parallelize(model, config.parallel, processes)
-        self.state = TrainState(model, config, batches, processes, {"corpus": corpus or {}})
+        self.state = TrainState(unwrapped(model), config, batches, processes, {"corpus": corpus or {}})
         # Loss (this process's part) and gradient norm of steps not looked at yet: to look is to
         # wait for the device.
         self._unseen: list[Tensor] = []
         self._grad_norm = math.nan
         self._saved: Path | None = None
+        self._replace_best = 0  # from this step on best/ is written whatever the loss; 0: if it is the best
         self._watch = Stopwatch()
 
     def run(self, resume: bool = False) -> TrainResult:
@@ -354,13 +357,14 @@ class Trainer:
         loss = float(processes.sum(torch.tensor(loss if processes.first else 0.0, dtype=torch.float64)))
         step, best_loss = state.progress.step, state.progress.best_loss
         state.schedule.after_evaluation(loss)
-        best = math.isfinite(loss) and (best_loss is None or loss < best_loss)
+        best = best_loss is None or loss < best_loss or 0 < self._replace_best <= step
+        best = best and math.isfinite(loss)
         if best:
             with processes.together("saving the best model"):
                 if processes.first:
                     metadata = {"step": str(step), "valid_loss": str(loss)}
                     save_model(model, self.out_dir / "best", state.about, metadata)
-            state.progress.best_loss = loss
+            state.progress.best_loss, self._replace_best = loss, 0
         state.progress.evaluated = step
         seconds = time.perf_counter() - began
         self._emit(
@@ -399,6 +403,29 @@ class Trainer:
                 if not at_end:
                     self._write_config(step, changes)
                 self.checkpoints.tidy(step)
+        # The first one again, which writes best/: all must agree on what is the best.
+        self._replace_best = processes.largest(self._other_best() if processes.first else 0)
+        if self._replace_best and not at_end:
+            self._note(
+                "best/ is not of the steps up to here: the next better loss replaces it, at the latest the "
+                f"first evaluation from step {self._replace_best:,} on"
+            )
+
+    def _other_best(self) -> int:
+        """The step from which on best/ is to be replaced, where it is not of the steps so far; else 0.
+
+        best/ is written between checkpoints, too: it may be ahead of the one from which a run goes on. Steps
+        that are then repeated to the bit write it again, at that step at the latest: nothing need be done.
+        Where they differ (by another lr, say), it is of a branch that was given up: the first evaluation at
+        its step or beyond it that finds it there takes its place, whatever the loss. What was the best up to
+        the checkpoint is lost either way. Losses are compared, not steps: the branch may have been given up
+        some checkpoints ago.
+        """
+        best_loss = self.state.progress.best_loss
+        if best_loss is None:
+            return 0  # the next evaluation writes it anyway
+        step, loss = best_model(self.out_dir) or (1, None)
+        return 0 if loss == best_loss else min(step, self.config.max_step)
 
     def _write_config(self, step: int, changes: Changes) -> None:
         """config.json of the run: how it is configured now, and the steps at which that was changed."""

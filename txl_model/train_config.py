@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +64,17 @@ class TrainConfig(Fields):
         at_least_one = ("max_step", "batch_size", "batch_chunk", "eval_batch_size", "log_interval", "keep")
         for name in (*at_least_one, "tgt_len", "eval_tgt_len", "eval_max_tokens"):
             check_at_least(1, **{name: getattr(self, name)})
+        for name in ("lr", "mom", "weight_decay", "clip", "eta_min", "lr_min"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
         for name in (
             *("ext_len", "mom", "weight_decay", "clip", "warmup_step", "eta_min", "patience", "lr_min"),
             *("average_start", "eval_interval", "save_interval", "seed"),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.seed >= 2**63:  # torch's seeds are less than 2^64, and each process has one of its own
+            raise ValueError(f"seed must be less than 2^63, got {self.seed}")
         for name in ("decay_rate", "ema_decay"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ import torch
 from txl_kernels import BackendUnavailable, __version__, registry
 from txl_model import convert
 from txl_model.cli import evaluate, generate, info, train
-from txl_model.cli.options import to_stderr
+from txl_model.cli.options import let_go, to_stderr
 from txl_model.data import prepare
 
 Command = tuple[
@@ -46,28 +47,39 @@ _SMALLER = {
     "generate": "a smaller --mem-len, or fewer prompts at once",
 }
 
-ERROR, INTERRUPTED = 1, 130  # exit codes; argparse's own, for a command line it does not understand, is 2
+# Exit codes; argparse's own, for a command line it does not understand, is 2.
+ERROR, INTERRUPTED = 1, 128 + signal.SIGINT
+# What a shell says of cat or git where head has read enough: quiet, but 0 would claim that all was done.
+UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns the exit code: 0, 1 after an error that was explained, 130 after Ctrl-C."""
+    """Run a command line. Returns the exit code: 0, 1 after an error that was explained, 130 after Ctrl-C,
+    141 where whoever read the output has gone.
+    """
     args = _parser().parse_args(argv)
     try:
         backend = getattr(args, "backend", None)
         if backend in registry.NAMES and backend != registry.REFERENCE:
             registry.load(backend)  # or says why not, before anything is written
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        print(end="", flush=True)  # Python would do it, too late for an error to be explained
+        return code
     except KeyboardInterrupt:
         to_stderr("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output (head, less) has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # whoever read the output (head, less) has gone; `train` goes on without them
+        let_go(sys.stdout)
+        return UNREAD
     except (ValueError, OSError, ModuleNotFoundError, BackendUnavailable, MemoryError, RuntimeError) as error:
         message = _message(error, args.command)
         if message is None or os.environ.get("TXL_DEBUG"):
             raise
         to_stderr(f"error: {message}")
+        try:
+            print(end="", flush=True)
+        except OSError:  # the error was of the output itself: its disk is full
+            let_go(sys.stdout)
         return ERROR
 
 

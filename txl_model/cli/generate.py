@@ -9,7 +9,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from txl_model.checkpoint import load_model
-from txl_model.cli.options import add_machine_arguments, chosen_device, to_stderr, vocabulary_of
+from txl_model.cli.options import (
+    add_machine_arguments,
+    check_vocabulary,
+    chosen_device,
+    to_stderr,
+    vocabulary_of,
+)
 from txl_model.data import Corpus, Vocabulary
 from txl_model.data.corpus import VOCABULARY
 from txl_model.data.vocabulary import BORDER
@@ -54,24 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    prompts = list(args.prompt or [])
-    if args.prompt_file:
-        prompts.append(sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text())
-    if not prompts:
+    given = _prompts(args)
+    if not given:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file FILE")
     model = load_model(args.model, args.backend, to_stderr).to(chosen_device(args))
     if args.bf16:
         model = model.bfloat16()
     path = vocabulary_of(args.model)
     if args.corpus:
-        vocabulary = Corpus.open(args.corpus).vocabulary
+        corpus = Corpus.open(args.corpus)
+        check_vocabulary(args.model, corpus)
+        vocabulary = corpus.vocabulary
     elif path:
         vocabulary = Vocabulary.load(path)
     else:
         raise ValueError(f"{args.model} has no {VOCABULARY} beside it: name a corpus with --corpus")
     stop = {_stop_token(vocabulary, symbol) for symbol in args.stop}
-    tokens = [vocabulary.encode(prompt) for prompt in prompts]
-    unknown = list(dict.fromkeys(symbol for prompt in prompts for symbol in vocabulary.unknown_in(prompt)))
+    tokens = [_encode(vocabulary, name, prompt) for name, prompt in given]
+    unknown = list(dict.fromkeys(symbol for _, prompt in given for symbol in vocabulary.unknown_in(prompt)))
     if unknown:
         named = ", ".join(map(repr, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
         to_stderr(f"not in the vocabulary, read as {vocabulary.unknown}: {named}")
@@ -87,9 +93,10 @@ def run(args: argparse.Namespace) -> None:
         mem_len=args.mem_len,
         clamp_len=args.clamp_len,
         same_length=args.same_length,
+        n_symbols=len(vocabulary),  # --vocab-size may have given the model more tokens
     )
-    if vocabulary.unit == "word":  # between whose words there is a space
-        prompts = [f"{prompt} " for prompt in prompts]
+    space = " " if vocabulary.unit == "word" else ""  # words have one between them
+    prompts = [prompt.decode(errors="replace") + space for _, prompt in given]
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for text in stream_text(steps, vocabulary):
@@ -99,6 +106,27 @@ def run(args: argparse.Namespace) -> None:
     bar = tqdm(steps, total=args.max_new_tokens, unit="token", disable=args.quiet or None)
     for prompt, row in zip(prompts, collect(bar), strict=True):
         print(f"{prompt}{vocabulary.decode(row)}\n{'-' * 20}")
+
+
+def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
+    """Where each prompt is from, and its bytes: `prepare` reads bytes, too, and keeps every line end."""
+    # What of an argument is not UTF-8 Python has turned into surrogates.
+    prompts = [(f"--prompt {text!r}", text.encode("utf-8", "surrogateescape")) for text in args.prompt or []]
+    if args.prompt_file is None:
+        return prompts
+    if str(args.prompt_file) == "-":
+        return [*prompts, ("standard input", sys.stdin.buffer.read())]
+    return [*prompts, (str(args.prompt_file), args.prompt_file.read_bytes())]
+
+
+def _encode(vocabulary: Vocabulary, name: str, prompt: bytes) -> list[int]:
+    try:
+        return vocabulary.encode(prompt)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 text ({error.reason}), of which the model reads {vocabulary.unit}s: "
+            "convert it, for instance with iconv -f LATIN1 -t UTF-8"
+        ) from error
 
 
 def _stop_token(vocabulary: Vocabulary, symbol: str) -> int:

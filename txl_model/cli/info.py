@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from txl_kernels import _report
-from txl_model.checkpoint import Checkpoints, load_model, read_json, run_config
+from txl_model.checkpoint import Checkpoints, best_model, load_model, read_json, run_config
 from txl_model.cli.options import loss_in_words, to_stderr
 from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
 from txl_model.data.corpus import DESCRIPTION
-from txl_model.log import read_log
+from txl_model.log import figures
 from txl_model.model import TransformerXL
 from txl_model.presets import PRESETS, preset
 from txl_model.state import PROGRESS, Progress
@@ -75,10 +75,14 @@ def _progress(folder: Path, saved: dict[str, Any]) -> list[str]:
         done = Progress.from_dict(read_json(newest / PROGRESS))
         lines.append(f"step         {done.step:,} of {max_step:,}, {done.tokens:,} tokens")
         lines.append(f"checkpoints  {', '.join(path.name for path in checkpoints.all())}")
-    log = folder / "log.jsonl"
-    best = [event for event in (read_log(log) if log.exists() else []) if event.get("best")]
-    if best:
-        lines.append(f"best         valid {loss_in_words(best[-1])} at step {best[-1]['step']:,}")
+    best = best_model(folder)
+    if best is not None:
+        step, loss = best
+        words = loss_in_words(figures(loss, saved["corpus"].get("unit", "word")))
+        lines.append(f"best         valid {words} at step {step:,}")
+        if newest is not None and loss != done.best_loss:  # until the run goes on
+            ahead = step > done.step
+            lines[-1] += ", after the newest checkpoint" if ahead else ", of steps that were given up"
     sizes = {path.name: _size(path) for path in sorted(folder.iterdir())}
     each = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items())
     lines.append(f"on disk      {sum(sizes.values()) / 1e6:,.1f} MB: {each}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -73,6 +73,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     for part in ("model", "train"):
         if not isinstance(content.get(part, {}), dict):
             raise ValueError(f"{path}: {part} must be fields and their values, got {content[part]!r}")
+    if not isinstance(content.get("preset"), str | None):
+        raise ValueError(f"{path}: preset must be the name of one, got {content['preset']!r}")
     return content
 
 
@@ -90,8 +92,20 @@ def loss_in_words(event: dict[str, Any]) -> str:
 
 
 def to_stderr(message: str) -> None:
-    """A remark that is not part of a command's result."""
-    print(f"txl: {message}", file=sys.stderr)
+    """A remark that is not part of a command's result; nothing ends because nobody reads it."""
+    try:
+        print(f"txl: {message}", file=sys.stderr)
+    except OSError:
+        let_go(sys.stderr)
+
+
+def let_go(stream: TextIO) -> None:
+    """Send to nowhere what is written to a stream that fails, and what is left in its buffer: Python, when it
+    ends, would try to write that once more.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +119,16 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 def check_writable(*paths: Path | None) -> None:
     """Say before the work that its result could not be saved."""
     for path in paths:
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            raise FileNotFoundError(
-                f"cannot write {path}: {path.absolute().parent} is no folder one can write to"
-            )
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+        if path.exists():  # perhaps in a folder to which nothing can be added, such as /dev
+            if not os.access(path, os.W_OK):
+                raise PermissionError(f"cannot write {path}: permission denied")
+        elif not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise FileNotFoundError(f"cannot write {path}: {folder} is no folder one can write to")
 
 
 def check_plot(png: Path | None) -> None:

@@ -20,6 +20,7 @@ from txl_model.cli.options import (
     check_plot,
     chosen_device,
     given,
+    let_go,
     loss_in_words,
     read_config,
     to_stderr,
@@ -70,11 +71,12 @@ def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLCon
     model = {"vocab_size": corpus.vocab_size, **model}
     model |= {**content.get("model", {}), **given(args, TransformerXLConfig)}
     training = {**training, **content.get("train", {}), **given(args, TrainConfig)}
-    if model["vocab_size"] < corpus.vocab_size:
+    model_config, train_config = TransformerXLConfig.from_dict(model), TrainConfig.from_dict(training)
+    if model_config.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"vocab_size {model['vocab_size']} is less than the {corpus.vocab_size} of {corpus.name}"
+            f"vocab_size {model_config.vocab_size} is less than the {corpus.vocab_size} of {corpus.name}"
         )
-    return TransformerXLConfig.from_dict(model), TrainConfig.from_dict(training)
+    return model_config, train_config
 
 
 def run(args: argparse.Namespace) -> int | None:
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int | None:
     if first:
         check_plot(args.plot)
         text = len(corpus.tokens("train"))
-        print(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}", flush=True)
+        _say(f"{corpus.name}: {text:,} {corpus.unit}s to train on; {shape(model_config)}")
     device = args.device and chosen_device(args)
     try:
         result = train(
@@ -107,8 +109,9 @@ def run(args: argparse.Namespace) -> int | None:
         return None
     if result.signal:
         to_stderr(f"stopped at step {result.step}; {_way_on(args, result.checkpoint)}")
-    if args.plot and result.step:
-        plot_log(args.out / "log.jsonl", args.plot)
+    log = args.out / "log.jsonl"
+    if args.plot and (log.stat().st_size or not result.signal):  # stopped early, it has nothing to draw yet
+        plot_log(log, args.plot)
     return 128 + result.signal if result.signal else None
 
 
@@ -134,5 +137,19 @@ def _report(event: dict[str, Any]) -> None:
         line = event["message"]
     else:
         return
-    tqdm.write(f"step {step:,}: {line}", file=sys.stdout)
-    sys.stdout.flush()
+    _say(f"step {step:,}: {line}")
+
+
+def _say(line: str) -> None:
+    """A line on standard output, past the bar. Training does not end because nobody takes it any more."""
+    if sys.stdout is None:  # the shell has closed it (>&-)
+        return
+    try:
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+    except OSError as error:  # head has seen enough, tee was ended by the same Ctrl-C, a disk is full
+        let_go(sys.stdout)
+        to_stderr(
+            f"standard output takes no more lines ({error.strerror}): training goes on without them; "
+            "the run's log.jsonl has the losses"
+        )

@@ -183,7 +183,7 @@ def prepare_text(
             vocabulary = Vocabulary.from_counts(
                 counts, unit, special=special, unknown=UNKNOWN, **limits, **rules
             )
-        description = {
+        description: dict[str, Any] = {
             "name": destination.resolve().name,
             "cutoffs": [],
             "options": {
@@ -197,6 +197,7 @@ def prepare_text(
             "source": _digests(files, root, progress),
             "splits": _write_tokens(folder, parts, vocabulary, progress),
         }
+        _check_lengths(description["splits"])
         _write_description(folder, vocabulary, description)
     return Corpus.open(destination)
 
@@ -294,9 +295,17 @@ def _write_tokens(
     with _bar("writing", sum(map(_size, parts.values())), progress) as report:
         for split in parts:
             written[split] = _write_split(folder, split, parts[split], vocabulary, report)
-            if written[split]["tokens"] < 2:
-                raise ValueError(f"the {split} text is empty: there is nothing to predict in it")
     return written
+
+
+def _check_lengths(splits: Mapping[str, Any]) -> None:
+    for split, about in splits.items():
+        if about["tokens"] < 2:
+            raise ValueError(
+                f"too little is left for the {split} split: at least 2 tokens are needed, to predict one "
+                f"from the other, and it has {about['tokens']}. Give it more text, or another share "
+                "(--valid, --test; 0: no such split)"
+            )
 
 
 def _write_split(

@@ -274,11 +274,24 @@ def find_text(source: Path, pattern: str) -> list[Path]:
     if not files:
         raise ValueError(f"{source} holds no text: no file in it matches {pattern!r}")
     texts = [path for path in files if path.stat().st_size]
-    if not texts:
+    if texts:
+        return texts
+    if files != [source]:
+        raise ValueError(f"{source} holds no text: all files are empty")
+    if _tells_no_size(source):
         raise ValueError(
-            f"{source} holds no text: " + ("it is empty" if files == [source] else "all files are empty")
+            f"{source} is a pipe, a device or, as in /proc, a file that does not tell its size, by which a "
+            "text is split: copy it to a file first"
         )
-    return texts
+    raise ValueError(f"{source} holds no text: it is empty")
+
+
+def _tells_no_size(path: Path) -> bool:
+    """Whether a file of size 0 may have text all the same."""
+    if not path.is_file():  # not to be opened: a pipe would wait for its writer
+        return True
+    with open(path, "rb") as file:
+        return bool(file.read(1))
 
 
 def cut_by_size(files: Sequence[Path], shares: Mapping[str, float], unit: str) -> dict[str, list[Part]]:

@@ -191,24 +191,28 @@ class Vocabulary:
             return symbols.translate(self._table)
         return map(self._index.__getitem__, symbols)
 
-    def encode(self, text: str) -> list[int]:
-        """A text to numbers, for instance a prompt: no line end is added to its last line.
+    def encode(self, text: str | bytes) -> list[int]:
+        """A text, or what a file holds, to numbers, for instance a prompt: no line end is added to its last
+        line.
 
-        What the vocabulary lacks becomes its unknown symbol. Raises ValueError for what has no number.
+        What the vocabulary lacks becomes its unknown symbol. Raises ValueError for what has no number,
+        UnicodeDecodeError where characters or words are asked of what is not UTF-8.
         """
         return [number for symbols in self._symbols_of(text) for number in self.numbers(symbols)]
 
-    def unknown_in(self, text: str) -> list[Any]:
+    def unknown_in(self, text: str | bytes) -> list[Any]:
         """The symbols of a text, each once, that the vocabulary lacks."""
         symbols = dict.fromkeys(symbol for piece in self._symbols_of(text) for symbol in piece)
         return [symbol for symbol in symbols if symbol not in self._index]
 
-    def _symbols_of(self, text: str) -> Iterator[Sequence[Any]]:
+    def _symbols_of(self, text: str | bytes) -> Iterator[Sequence[Any]]:
         """As `read_symbols` gives them."""
         if self.unit != "word":
-            read = read_symbols(io.BytesIO(text.encode()), self.unit, self.lower_case, self.line_end)
+            data = text.encode() if isinstance(text, str) else text
+            read = read_symbols(io.BytesIO(data), self.unit, self.lower_case, self.line_end)
             yield from (symbols for symbols, _ in read)
             return
+        text = text if isinstance(text, str) else text.decode()
         words: list[str] = []
         # As a file would be read: whatever ends a line.
         for i, line in enumerate(io.StringIO(text, newline=None).read().split("\n")):
