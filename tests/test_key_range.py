@@ -83,7 +83,8 @@ def test_garbage_outside_the_range(backend, dtype, L, kind):
     clean = run(backend, tensors, dout, key_range=ranges)
     j = torch.arange(203)
     missing = ~((start <= j) & (j < end))
-    for garbage in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
+    infinite = () if INTERPRET else (math.inf, -math.inf)
+    for garbage in (math.nan, *infinite, torch.finfo(dtype).max):
         spoilt = dict(tensors, k=tensors["k"].clone(), v=tensors["v"].clone())
         spoilt["k"][0, :, missing] = garbage
         spoilt["v"][0, :, missing] = garbage

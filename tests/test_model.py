@@ -541,7 +541,7 @@ def overfit(backend: str, device: str, dtype: torch.dtype) -> list[float]:
     model = TransformerXL(config, backend).to(device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     text, losses = tokens(25).to(device), []
-    for _ in range(30):
+    for _ in range(10 if helpers.INTERPRET else 30):  # Triton's interpreter is slow
         memory = None
         for start in (0, 12):
             piece = text[:, start : start + 13]
@@ -561,7 +561,7 @@ FULL_PRECISION = [p for p in helpers.each_dtype(exact=True) if p.values[1] in (t
 @pytest.mark.parametrize("backend, dtype", FULL_PRECISION)
 def test_converges_as_with_the_reference(backend, dtype):
     losses = overfit(backend.name, backend.device, dtype)
-    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
+    assert sum(losses[-2:]) < (0.9 if helpers.INTERPRET else 0.5) * sum(losses[:2])
     if backend.device == "cpu":  # another device draws other dropout masks
         # Training multiplies rounding errors. In float64 they stay out of sight, in float32 for a while.
         steps, rtol = (60, 1e-9) if dtype == torch.float64 else (20, 1e-4)
