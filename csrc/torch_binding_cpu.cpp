@@ -58,7 +58,7 @@ txl::Pool torch_pool() {
 std::tuple<Tensor, Tensor> new_results(const Tensor& q) {
   const std::array<int64_t, 4> shape{q.size(0), q.size(1), q.size(2), q.size(3)};
   Tensor out = torch::stable::empty_like(q);
-  if (out.stride(3) != 1) out = torch::stable::new_empty(q, shape);
+  if (q.size(3) == 1 || out.stride(3) != 1) out = torch::stable::new_empty(q, shape);
   const ScalarType precision = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   return {out, torch::stable::new_empty(q, {shape.data(), 3}, precision)};
 }

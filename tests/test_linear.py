@@ -168,3 +168,37 @@ def test_what_does_not_go_together(rows, gradients, kernel_calls):
             with pytest.raises(RuntimeError):
                 linear(x, *others)
     assert not kernel_calls
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_bias_of_any_stride(rows):
+    """oneDNN would read it as if it were contiguous, past its end too."""
+    x, weight = torch.randn(rows, 16), torch.randn(4, 16)
+    for bias in (torch.randn(8)[::2], torch.randn(4, 4)[:, 1], torch.tensor([3.0]).expand(4)):
+        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_rows_that_overlap():
+    """Frames of a signal, and a Toeplitz matrix; forward and backward."""
+    frames = torch.randn(400).unfold(0, 32, 8).requires_grad_()
+    toeplitz = torch.randn(36).unfold(0, 32, 1).requires_grad_()
+    got = linear(frames, toeplitz)
+    torch.testing.assert_close(got, F.linear(frames, toeplitz))
+    gradients = torch.autograd.grad(got.sum(), (frames, toeplitz))
+    expected = torch.autograd.grad(F.linear(frames, toeplitz).sum(), (frames, toeplitz))
+    torch.testing.assert_close(gradients, expected)
+
+
+def test_keeps_what_gradients_need_alone():
+    """A layer of frozen weights keeps no activations, which may then be changed in place."""
+    x, weight = torch.randn(9, 8, requires_grad=True), torch.randn(5, 8)
+    hidden = x * 1
+    y = linear(hidden, weight)
+    hidden.add_(1)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(9, 8))
+
+
+def test_a_number_is_no_row():
+    with pytest.raises(RuntimeError, match="at least 1"):
+        linear(torch.tensor(1.0), torch.ones(5, 1))

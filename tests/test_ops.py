@@ -21,6 +21,7 @@ from helpers import (
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from txl_kernels import rel_attention
 
@@ -34,6 +35,8 @@ OPTIONS = {
     "key-range": (dict(B=2), dict(key_range=((2, 9), (5, 3)))),
     "dropout": ({}, dict(dropout_p=0.4, dropout_seed=3)),
     "transposed": (dict(B=2, H=3), {}),
+    "every-other-channel": (dict(B=2, H=3), {}),
+    "one-channel": (dict(B=2, H=3, D=1), {}),
     "float64": (dict(dtype=f64), {}),
     "bfloat16": (dict(dtype=bf16), {}),
 }
@@ -53,8 +56,11 @@ def case(name, backend):
     tensors = inputs(**sizes, device=backend.device)
     if name == "one-bias":
         tensors["bias_u"] = None
-    if name == "transposed":
+    if name in ("transposed", "one-channel"):
         tensors = {n: t.mT.contiguous().mT if t.dim() == 2 else transposed(t) for n, t in tensors.items()}
+    if name == "every-other-channel":  # of such a layout
+        for n in ("q", "k", "v", "r"):
+            tensors[n] = torch.stack([tensors[n].transpose(-3, -2)] * 2, -1)[..., 0].transpose(-3, -2)
     if "key_range" in options:
         options = dict(options, key_range=key_range(*options["key_range"], device=backend.device))
     return tensors, options
@@ -151,6 +157,24 @@ def test_fake_tensors(backend, grad, name):
         assert got[result].shape == real[result].shape, result
         assert got[result].stride() == real[result].stride(), result
         assert got[result].dtype == real[result].dtype, result
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_traced_without_dynamo(backend):
+    """The graph has the op, not a backend's of the machine that traced; sizes may be symbols."""
+    tensors = list(inputs(D=8, device=backend.device, dtype=backend.dtypes[0]).values())
+    for mode in ("real", "fake", "symbolic"):
+        with torch.no_grad():
+            graph = make_fx(lambda *t: rel_attention(*t, backend=backend.name), tracing_mode=mode)(*tensors)
+        called = [node.target for node in graph.graph.nodes if "txl_kernels" in str(node.target)]
+        assert called == [torch.ops.txl_kernels.rel_attention.default]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_meta_tensors_have_shapes(grad):
+    tensors = {n: t.to("meta").requires_grad_(grad) for n, t in inputs(B=2, H=3).items()}
+    out, lse = rel_attention(*tensors.values(), return_lse=True)
+    assert out.is_meta and out.shape == tensors["q"].shape and lse.shape == out.shape[:3]
 
 
 # ---- torch.compile -----------------------------------------------------------------------------------------

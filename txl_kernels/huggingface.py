@@ -10,10 +10,10 @@ the scores. transformers itself is not imported here.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,17 +48,45 @@ def use_rel_attention(model: nn.Module) -> int:
         raise ValueError(
             f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_OF_CLASS)}"
         )
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "attn_type", "bi") != "bi" or getattr(config, "bi_data", False):
-        raise ValueError(
-            f"model: XLNet with attn_type={config.attn_type!r}, bi_data={config.bi_data}; needs 'bi', False"
-        )
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "attn_type", "bi") != "bi" or getattr(config, "bi_data", False):
+            given = f"attn_type={config.attn_type!r}, bi_data={config.bi_data}"
+            raise ValueError(f"model: XLNet with {given}; needs 'bi', False")
+    for layer in layers:
+        method = _OF_CLASS[type(layer).__name__][0]
+        if method in vars(layer):
+            raise ValueError(
+                f"model: the {method} of a {type(layer).__name__} has been replaced already (by accelerate's "
+                "hooks, say), and would go on calling the one before: use_rel_attention comes first"
+            )
     key_ranges = _KeyRanges()  # one for all layers: they are given the same mask
     for layer in layers:
-        method, function = _OF_CLASS[type(layer).__name__]
         layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
-        setattr(layer, method, MethodType(function, layer))
+        of_layer: Any = type(layer)
+        layer.__class__ = _by_rel_attention(getattr(of_layer, "_txl_base", of_layer))
     return len(layers)
+
+
+@functools.cache
+def _by_rel_attention(base: Any) -> Any:
+    """A layer's class but for one method. One of the instance would stay the original's in copies, such as
+    those of DataParallel.
+    """
+    method, function = _OF_CLASS[base.__name__]
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(
+        base.__name__, (base,), {**names, "_txl_base": base, method: function, "__reduce_ex__": _reduce}
+    )
+
+
+def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+    """For pickle, which would find the original class by that name."""
+    return _new, (layer._txl_base,), layer.__dict__
+
+
+def _new(base: Any) -> Any:
+    return nn.Module.__new__(_by_rel_attention(base))
 
 
 def _is_served(layer: nn.Module) -> bool:
@@ -69,18 +97,35 @@ def _is_served(layer: nn.Module) -> bool:
 # ---- Masks -------------------------------------------------------------------------------------------------
 
 
+class _Found(NamedTuple):
+    mask: Callable[[], Tensor | None]
+    state: tuple[int | None, bool]
+    by: int  # the layer that asked
+    key_range: Tensor
+
+
 class _KeyRanges:
     """`key_range` of the mask that all layers are given one after the other, found once, for the first."""
 
     def __init__(self) -> None:
-        self._mask: Callable[[], Tensor | None] = lambda: None
-        self._key_range: Tensor | None = None
+        self._found: _Found | None = None  # read and replaced as a whole: threads may share the model
 
-    def of(self, mask: Tensor | None, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor | None:
-        """read(mask): which keys exist, [B, K], and whether that is all the mask says."""
+    def of(
+        self,
+        layer: nn.Module,
+        mask: Tensor | None,
+        batch: int,
+        read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor | None:
+        """read(mask): which keys exist, [B or 1, K], and whether that is all the mask says."""
         if mask is None:
             return None
-        if self._mask() is not mask:
+        # A mask may be filled anew; in inference mode nothing counts that, but the same layer asks again. And
+        # what is made there cannot be used where gradients are wanted.
+        version = None if mask.is_inference() else mask._version
+        state, found = (version, torch.is_inference_mode_enabled()), self._found
+        known = found is not None and found.mask() is mask and found.state == state
+        if found is None or not known or (version is None and found.by == id(layer)):
             keys, is_all = read(mask)
             start, count = keys.int().argmax(1), keys.sum(1)
             j = torch.arange(keys.shape[1], device=keys.device) - start[:, None]
@@ -90,9 +135,9 @@ class _KeyRanges:
                     "attention_mask: the fused attention knows padding before and behind a sequence's keys "
                     "(memory included), the same for all queries; this mask hides other keys"
                 )
-            self._mask = weakref.ref(mask)
-            self._key_range = torch.stack([start, start + count], 1).int()
-        return self._key_range
+            key_range = torch.stack([start, start + count], 1).int()
+            found = self._found = _Found(weakref.ref(mask), state, id(layer), key_range)
+        return found.key_range if len(found.key_range) == batch else found.key_range.expand(batch, 2)
 
     def __reduce__(self) -> tuple[type[_KeyRanges], tuple[()]]:
         return _KeyRanges, ()  # a copy of the model begins anew
@@ -141,7 +186,7 @@ def _parakeet(
         layer.bias_u,
         layer.bias_v,
         causal=False,
-        key_range=layer._txl_key_ranges.of(attention_mask, _read_conformer_mask),
+        key_range=_key_range(layer, attention_mask, len(hidden_states), _read_conformer_mask),
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )
@@ -155,7 +200,7 @@ def _wav2vec2_conformer(
     relative_position_embeddings: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(attention_mask, _read_conformer_mask)
+    key_range = _key_range(layer, attention_mask, len(hidden_states), _read_conformer_mask)
     return _espnet(layer, hidden_states, relative_position_embeddings, key_range)
 
 
@@ -166,7 +211,7 @@ def _fastspeech2(
     pos_emb: Tensor | None = None,
     output_attentions: bool = False,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(attention_mask, _read_fastspeech2_mask)
+    key_range = _key_range(layer, attention_mask, len(hidden_states), _read_fastspeech2_mask)
     return _espnet(layer, hidden_states, pos_emb, key_range)
 
 
@@ -215,11 +260,16 @@ def _xlnet(
         layer.r_r_bias,
         causal=False,
         r_zero=len(k_head_h),
-        key_range=layer._txl_key_ranges.of(attn_mask, _read_xlnet_mask),
+        key_range=_key_range(layer, attn_mask, q_head.shape[1], _read_xlnet_mask),
         scale=layer.scale,
         dropout_p=layer.dropout.p if layer.training else 0.0,
     )
     return out.permute(2, 0, 1, 3)
+
+
+def _key_range(layer: Any, *args: Any) -> Tensor | None:
+    key_ranges: _KeyRanges = layer._txl_key_ranges
+    return key_ranges.of(layer, *args)
 
 
 def _heads(x: Tensor, n_head: int) -> Tensor:

@@ -41,7 +41,9 @@ class _Linear(torch.autograd.Function):
     # In one with its context: a `setup_context` of its own would cost as much as the rest of the call.
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_x, for_weight, _ = ctx.needs_input_grad
+        # The rest may be changed in place, and need not be kept: beside frozen weights, the activations.
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -62,16 +64,24 @@ def _of_weight(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    few = x.numel() <= FEW_ROWS * x.shape[-1] and weight.stride(1) == 1
-    if few and (bias is None or bias.is_contiguous()) and cpu.unavailable() is None:
+    if bias is not None:
+        bias = bias.contiguous()  # oneDNN takes it for that
+    if x.numel() <= FEW_ROWS * x.shape[-1] and weight.stride(1) == 1 and cpu.unavailable() is None:
         out = x.new_empty(*x.shape[:-1], len(weight))
         torch.ops.txl_kernels.cpu_linear.default(x.contiguous(), weight, bias, out)
         return out
     if _ONEDNN and x.dtype is torch.float32:
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, _apart(weight), bias, "none", [], "")
     # In bfloat16 with AMX oneDNN reads rows to the next multiple of 32 and multiplies what it finds there by
     # 0: memory of others, which may hold NaN, if rows are apart.
     return F.linear(x.contiguous() if x.dtype is torch.bfloat16 else x, weight, bias)
+
+
+def _apart(weight: Tensor) -> Tensor:
+    """weight, or a copy if its rows (of a transposed one its columns) overlap: oneDNN refuses that."""
+    (rows, columns), (of_row, of_column) = weight.shape, weight.stride()
+    plain = (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows)
+    return weight if plain else weight.contiguous()
 
 
 def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -81,6 +91,7 @@ def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and cpu.takes(weight)
         and x.dtype is weight.dtype
         and weight.dim() == 2
+        and x.dim() > 0
         and weight.shape[1] == x.shape[-1]
         and x.numel() > 0
         and (bias is None or (cpu.takes(bias) and bias.dtype is x.dtype and bias.shape == weight.shape[:1]))

@@ -48,6 +48,9 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
         _refuse_tangents(inputs)
     if (
         torch.compiler.is_compiling()
+        or type(inputs[0]) is not Tensor  # a fake one, say
+        or inputs[0].is_meta
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace
         or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
         or torch._C._are_functorch_transforms_active()
     ):

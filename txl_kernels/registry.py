@@ -178,12 +178,17 @@ def nothing(*_: Any) -> None:
 
 
 def dense_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor like x, in x's order of strides where that keeps the last dimension contiguous.
+    """An uninitialised tensor like x: in x's order of strides where its last dimension is contiguous and that
+    keeps it so, else in torch's own.
 
     Kernels and fakes allocate by this one rule, or a compiled graph would meet strides it was not promised.
+    Of a last dimension of one element fakes and tensors have other strides.
     """
-    y = torch.empty_like(x)
-    return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.shape[-1] > 1 and x.stride(-1) == 1:
+        y = torch.empty_like(x)
+        if y.stride(-1) == 1:
+            return y
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def new_results(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,136 @@
+"""`use_rel_attention` on a layer like FastSpeech2-Conformer's, without transformers: masks that change,
+copies, files. Beside Hugging Face's own numbers: tests/parity/test_huggingface.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from txl_kernels import cpu
+from txl_kernels.huggingface import use_rel_attention
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
+
+T, C = 23, 16
+POSITIONS = torch.randn(1, 2 * T - 1, C, generator=torch.Generator().manual_seed(0))
+
+
+class FastSpeech2ConformerAttention(nn.Module):
+    """By its name taken for transformers' class, whose attributes it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(C, C) for _ in range(4))
+        self.linear_pos = nn.Linear(C, C, bias=False)
+        self.pos_bias_u, self.pos_bias_v = (nn.Parameter(torch.randn(2, C // 2)) for _ in range(2))
+        self.dropout = nn.Dropout(0.0)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(FastSpeech2ConformerAttention() for _ in range(2))
+
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = layer(x, mask, POSITIONS)[0]
+        return x
+
+
+def masked(*lengths):
+    return (torch.arange(T) < torch.tensor(lengths)[:, None])[:, None]
+
+
+@pytest.fixture
+def model():
+    model = Model().eval()
+    assert use_rel_attention(model) == 2
+    return model
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_filled_anew_is_read_anew(model, inference):
+    x = torch.randn(3, T, C)
+    with torch.inference_mode(inference):
+        buffer = masked(T, T, T)
+        model(x, buffer)
+        buffer.copy_(masked(10, 9, T))
+        torch.testing.assert_close(model(x, buffer), model(x, masked(10, 9, T)), rtol=0, atol=0)
+
+
+def test_training_after_inference_with_the_same_mask(model):
+    x, mask = torch.randn(3, T, C), masked(T, 9, 16)
+    with torch.inference_mode():
+        expected = model(x, mask)
+    out = model(x, mask)
+    out.sum().backward()
+    assert torch.equal(out.detach(), expected.clone())
+
+
+def test_one_mask_for_the_whole_batch(model):
+    x = torch.randn(3, T, C)
+    assert torch.equal(model(x, masked(9)), model(x, masked(9, 9, 9)))
+
+
+def test_threads_share_a_model(model):
+    """Each is given the key range of its own mask, whatever the other has asked between its two looks."""
+    masks, found = (masked(T, 9, 16), masked(5, T, 12)), []
+    key_ranges = model.layers[0]._txl_key_ranges
+
+    def read(mask):
+        if threading.current_thread() is threading.main_thread():  # the other comes in between
+            thread = threading.Thread(target=ask, args=(1,))
+            thread.start()
+            thread.join()
+        return mask[:, 0], mask.new_ones(())
+
+    def ask(i):
+        found.append((i, key_ranges.of(model.layers[0], masks[i], 3, read)))
+
+    ask(0)
+    ask(1)
+    for i, key_range in found:
+        assert key_range.tolist() == [[0, n] for n in masks[i].sum((1, 2)).tolist()]
+
+
+def test_copies_and_files_compute_with_their_own_weights(model):
+    x, mask = torch.randn(3, T, C), masked(T, 9, 16)
+    expected, file = model(x, mask), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x, mask), expected)
+    replica = model.layers[0]._replicate_for_data_parallel()
+    replica._parameters.update(model.layers[0]._parameters)  # as DataParallel does
+    for copied in (loaded.layers[0], copy.deepcopy(model.layers[0]), copy.copy(model.layers[0]), replica):
+        copied.linear_out = nn.Linear(C, 3)
+        assert copied(x, mask, POSITIONS)[0].shape == (3, T, 3)
+        assert isinstance(copied, FastSpeech2ConformerAttention)
+        copied.linear_out = model.layers[0].linear_out
+
+
+def test_twice_is_once(model):
+    x, mask = torch.randn(3, T, C), masked(T, 9, 16)
+    expected = model(x, mask)
+    assert use_rel_attention(model) == 2
+    assert torch.equal(model(x, mask), expected)
+
+
+def test_a_method_that_was_replaced_is_refused():
+    model = Model()
+    model.layers[1].forward = lambda *args: None
+    with pytest.raises(ValueError, match="the forward of a FastSpeech2ConformerAttention has been replaced"):
+        use_rel_attention(model)
+
+
+def test_options_of_a_model_within_another():
+    model = Model()
+    model.layers[0].config = type("Config", (), {"attn_type": "bi", "bi_data": True})()
+    with pytest.raises(ValueError, match="XLNet with attn_type='bi', bi_data=True; needs 'bi', False"):
+        use_rel_attention(model)
