@@ -122,10 +122,11 @@ def test_memory_of_the_c_library_is_not_taken_for_zero():
 @pytest.mark.parametrize("value", ["lots", "-1", "64MB"])
 def test_kept_memory_must_be_a_number(value):
     done = python(
-        "import torch\n"
-        "from txl_kernels import rel_attention\n"
+        "import torch, txl_kernels\n"
+        "info = txl_kernels.backends()['cpu']\n"
+        "assert not info.available and 'TXL_CPU_KEPT_MB' in info.reason, info\n"
         "q = torch.ones(1, 1, 20, 8)\n"
-        "rel_attention(q, q, q, q[0])",
+        "txl_kernels.rel_attention(q, q, q, q[0])",
         TXL_CPU_KEPT_MB=value,
         check=False,
     )

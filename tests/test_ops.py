@@ -402,6 +402,20 @@ def test_forward_mode_is_refused_in_torch_func(backend, other_requires_grad):
 
 
 @pytest.mark.parametrize("backend", each_fused())
+def test_gradients_by_torch_func_are_refused(backend):
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
+    q = tensors.pop("q")
+
+    def total(q):
+        return rel_attention(q, **tensors, backend=backend.name).sum()
+
+    by_entry = torch.vmap(torch.func.grad(total))
+    for transformed, of in ((torch.func.grad(total), q), (torch.func.jacrev(total), q), (by_entry, q[None])):
+        with pytest.raises(NotImplementedError, match="grad, vjp and jacrev are not supported"):
+            transformed(of)
+
+
+@pytest.mark.parametrize("backend", each_fused())
 def test_tangents_of_dout_are_refused(backend):
     tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
     out = rel_attention(**{**tensors, "v": tensors["v"].requires_grad_()}, backend=backend.name)

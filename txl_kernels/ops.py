@@ -46,16 +46,29 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = args[:_N_INPUTS]
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
+    in_torch_func = torch._C._are_functorch_transforms_active()
+    if in_torch_func and not torch.compiler.is_compiling():
+        _refuse_torch_func()
     if (
-        torch.compiler.is_compiling()
+        in_torch_func
+        or torch.compiler.is_compiling()
         or type(inputs[0]) is not Tensor  # a fake one, say
         or inputs[0].is_meta
         or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace
         or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
-        or torch._C._are_functorch_transforms_active()
     ):
         return _rel_attention(*args)
     return _forward(*args)
+
+
+def _refuse_torch_func() -> None:
+    """torch.func's grad, vjp and jacrev, or torch would ask for a method of ours that it has made itself."""
+    interpreters = torch._C._functorch.get_interpreter_stack() or ()
+    if any(one.key() == torch._C._functorch.TransformType.Grad for one in interpreters):
+        raise NotImplementedError(
+            "torch.func.grad, vjp and jacrev are not supported by rel_attention, torch.autograd.grad and "
+            "backward are; backend='reference' has all of them"
+        )
 
 
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:

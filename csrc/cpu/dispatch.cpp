@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "memory.h"
 
 #if TXL_HAVE_AMX_BF16 && !defined(TXL_SANITIZED)
 #include <cpuid.h>
@@ -131,7 +132,10 @@ const Level* level_for(DType dtype, const Problem& problem) {
 
 }  // namespace
 
-std::string cpu_level() { return choice().level->name; }
+std::string cpu_level() {
+  Memory::most_kept();  // before any call: a wrong setting is told then, as one of TXL_CPU_LEVEL is
+  return choice().level->name;
+}
 
 std::string cpu_levels() {
   std::string names;

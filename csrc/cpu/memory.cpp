@@ -16,6 +16,7 @@ struct alignas(64) Memory::Block {
 
 namespace {
 
+// Calls that need more than the default do not notice that memory is fresh.
 size_t most_kept_as_asked() {
 #if defined(TXL_SANITIZED)
   return 0;  // a block is as long as was asked for, so that what lies behind it is guarded
@@ -32,23 +33,26 @@ size_t most_kept_as_asked() {
 #endif
 }
 
-// How much is kept at most, of one call. Calls that need more do not notice that memory is fresh.
-size_t most_kept() {
+}  // namespace
+
+size_t Memory::most_kept() {
   static const size_t most = most_kept_as_asked();
   return most;
 }
+
+namespace {
 
 // Whole pages of the system's, which has them back when they are freed: malloc keeps what is freed below its
 // last block, and the next, larger one comes on top of that. Where nothing is kept it is malloc's, so that
 // whoever watches that or fills it sees what is used.
 void* fresh(size_t bytes) {
-  if (most_kept() == 0) return std::aligned_alloc(64, bytes);
+  if (Memory::most_kept() == 0) return std::aligned_alloc(64, bytes);
   void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return pages == MAP_FAILED ? nullptr : pages;
 }
 
 void release(void* memory, size_t bytes) {
-  if (most_kept() == 0)
+  if (Memory::most_kept() == 0)
     std::free(memory);
   else
     munmap(memory, bytes);

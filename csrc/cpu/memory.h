@@ -8,11 +8,14 @@ namespace txl {
 
 class Memory {
  public:
-  // Throws std::bad_alloc, and std::runtime_error where TXL_CPU_KEPT_MB is not a number.
+  // Throws std::bad_alloc, and what most_kept does.
   explicit Memory(size_t bytes);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
+
+  // How much is kept at most, of one call. Throws std::runtime_error where TXL_CPU_KEPT_MB is not a number.
+  static size_t most_kept();
 
   char* data;  // on a cache line
 
