@@ -132,9 +132,8 @@ std::string cuda_targets() { return txl::cuda::targets(); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
   m.def("cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
-        ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, bool pdl, int "
-        "stream)"
-        " -> ()");
+        ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, bool pdl"
+        ", int stream) -> ()");
   m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
         ", int budget, bool warpgroups, int stream) -> ()");
   m.def("cuda_targets() -> str");

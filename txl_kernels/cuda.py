@@ -121,18 +121,10 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     out, lse = new_results(q)
     splits = gpu.key_splits(inputs, _AT_ONCE if L <= gpu.DECODE_QUERIES else 4)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
-    for_sm_90 = has_warpgroups(q.device)
+    warpgroups, pdl = (asked and has_warpgroups(q.device) for asked in (WARPGROUPS, PDL))
     with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
-            *inputs.prepared(),
-            *options,
-            out,
-            lse,
-            parts,
-            splits,
-            WARPGROUPS and for_sm_90,
-            PDL and for_sm_90,
-            _stream(q.device),
+            *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, pdl, _stream(q.device)
         )
     return out, lse
 

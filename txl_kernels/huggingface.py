@@ -186,7 +186,7 @@ def _parakeet(
         layer.bias_u,
         layer.bias_v,
         causal=False,
-        key_range=_key_range(layer, attention_mask, len(hidden_states), _read_conformer_mask),
+        key_range=layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_conformer_mask),
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )
@@ -200,7 +200,7 @@ def _wav2vec2_conformer(
     relative_position_embeddings: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    key_range = _key_range(layer, attention_mask, len(hidden_states), _read_conformer_mask)
+    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_conformer_mask)
     return _espnet(layer, hidden_states, relative_position_embeddings, key_range)
 
 
@@ -211,7 +211,7 @@ def _fastspeech2(
     pos_emb: Tensor | None = None,
     output_attentions: bool = False,
 ) -> tuple[Tensor, None]:
-    key_range = _key_range(layer, attention_mask, len(hidden_states), _read_fastspeech2_mask)
+    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_fastspeech2_mask)
     return _espnet(layer, hidden_states, pos_emb, key_range)
 
 
@@ -260,16 +260,11 @@ def _xlnet(
         layer.r_r_bias,
         causal=False,
         r_zero=len(k_head_h),
-        key_range=_key_range(layer, attn_mask, q_head.shape[1], _read_xlnet_mask),
+        key_range=layer._txl_key_ranges.of(layer, attn_mask, q_head.shape[1], _read_xlnet_mask),
         scale=layer.scale,
         dropout_p=layer.dropout.p if layer.training else 0.0,
     )
     return out.permute(2, 0, 1, 3)
-
-
-def _key_range(layer: Any, *args: Any) -> Tensor | None:
-    key_ranges: _KeyRanges = layer._txl_key_ranges
-    return key_ranges.of(layer, *args)
 
 
 def _heads(x: Tensor, n_head: int) -> Tensor:

@@ -150,6 +150,16 @@ def run_config(folder: Path) -> dict[str, Any] | None:
     return config if {"model", "train"} <= set(config) else None
 
 
+def refuse_other_files(folder: Path, ours: str) -> None:
+    """Raises ValueError for a folder with anything in it: it is not `ours`, which would mix with it."""
+    # A hidden one may be what a kill left of our own.
+    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+    if others:
+        raise ValueError(
+            f"{folder} is not empty and holds no {ours}: there is {others[0]} in it. Name another folder"
+        )
+
+
 def _model_folder(path: Path, report: Callable[[str], object]) -> Path:
     """The folder that holds the config and weights that `load_model` is to read."""
     if (path / "best" / WEIGHTS).exists():

@@ -38,7 +38,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from txl_model.checkpoint import CONFIG, read_json, save_model
+from txl_model.checkpoint import CONFIG, read_json, refuse_other_files, save_model
 from txl_model.config import TransformerXLConfig
 from txl_model.model import TransformerXL
 
@@ -128,15 +128,8 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         return
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    if "model" in config and "train" not in config:  # a run, its checkpoints and its best model have both
-        return
-    # A hidden one may be what a kill left of our own.
-    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    if others:
-        raise ValueError(
-            f"{folder} is not empty and holds no converted model: there is {others[0]} in it. "
-            "Name another folder"
-        )
+    if "model" not in config or "train" in config:  # a run, its checkpoints and its best model have both
+        refuse_other_files(folder, "converted model")
 
 
 def from_authors(tensors: Tensors, args: Mapping[str, Any]) -> Converted:

@@ -30,6 +30,7 @@ from txl_model.checkpoint import (
     best_model,
     load_weights,
     reason,
+    refuse_other_files,
     replacing,
     run_config,
     save_model,
@@ -450,13 +451,7 @@ class Trainer:
                     f"{self.out_dir} holds a training run already: resume it, or name another folder"
                 )
         elif self.out_dir.is_dir() and run_config(self.out_dir) is None:
-            # A hidden one may be what a kill left of our own.
-            others = sorted(p.name for p in self.out_dir.iterdir() if not p.name.startswith("."))
-            if others:
-                raise ValueError(
-                    f"{self.out_dir} is not empty and holds no training run: there is {others[0]} in it. "
-                    "Name another folder"
-                )
+            refuse_other_files(self.out_dir, "training run")
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one, or nothing to save yet."""

@@ -33,15 +33,6 @@ size_t most_kept_as_asked() {
 #endif
 }
 
-}  // namespace
-
-size_t Memory::most_kept() {
-  static const size_t most = most_kept_as_asked();
-  return most;
-}
-
-namespace {
-
 // Whole pages of the system's, which has them back when they are freed: malloc keeps what is freed below its
 // last block, and the next, larger one comes on top of that. Where nothing is kept it is malloc's, so that
 // whoever watches that or fills it sees what is used.
@@ -62,6 +53,11 @@ void release(void* memory, size_t bytes) {
 std::atomic<void*> kept{nullptr};
 
 }  // namespace
+
+size_t Memory::most_kept() {
+  static const size_t most = most_kept_as_asked();
+  return most;
+}
 
 Memory::Memory(size_t bytes) {
   bytes = (bytes + 2 * sizeof(Block) - 1) / sizeof(Block) * sizeof(Block);  // whole lines, one for the record

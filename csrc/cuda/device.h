@@ -498,7 +498,7 @@ TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row) { emulation::load
 template <typename E>
 TXL_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static_assert(is_half<E>, "bf16 or f16");
-  emulation::mma_half<is_bf16<E> >(d, a, b);
+  emulation::mma_half<is_bf16<E>>(d, a, b);
 }
 
 TXL_DEVICE float multiply_add(float x, float y, float z) { return std::fma(x, y, z); }

@@ -436,7 +436,7 @@ template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32
 template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
                           WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64>,
                           WarpgroupProduct<bf16, false, 32, 64, 1, Fault::none, true>,
-                          WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<> >();
+                          WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<>>();
 #endif
 
 }  // namespace txl::cuda
@@ -712,7 +712,7 @@ static void exchange() {
 
 template <Fault fault>
 static void meeting() {
-  launch<Meeting<fault> >(1, 0, {}, nullptr);
+  launch<Meeting<fault>>(1, 0, {}, nullptr);
 }
 
 // A kernel of one line for what takes no more.
@@ -724,7 +724,7 @@ struct Line {
 };
 template <class Body>
 static void line(uint32_t shared_bytes, const Body& body, int64_t blocks = 1, bool pdl = false) {
-  launch<Line<Body> >(blocks, shared_bytes, body, nullptr, pdl);
+  launch<Line<Body>>(blocks, shared_bytes, body, nullptr, pdl);
 }
 
 static void uninitialised() {
