@@ -20,6 +20,7 @@ import signal
 import sys
 import tarfile
 import tempfile
+import time
 import types
 import zipfile
 from collections import Counter
@@ -882,6 +883,25 @@ def test_damaged_folder(text, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- vocabulary
+
+
+def test_numbers_of_no_symbol():
+    for symbols in (Vocabulary.of_bytes(), Vocabulary("char", ("a",)), Vocabulary("word", ("a",))):
+        for number in (-1, 256):
+            with pytest.raises(IndexError, match=f"{number} is no symbol's number"):
+                symbols.decode([0, number])
+
+
+def test_a_long_word_takes_time_that_grows_with_its_length(monkeypatch):
+    """And not with its square."""
+    monkeypatch.setattr(vocabulary, "CHUNK", 64)
+
+    def seconds(n):
+        began = time.perf_counter()
+        list(read_symbols(io.BytesIO(b"x" * n), "word"))
+        return time.perf_counter() - began
+
+    assert min(seconds(2**22) for _ in range(3)) < 24 * min(seconds(2**19) for _ in range(3))
 
 
 def test_text_to_numbers_and_back():

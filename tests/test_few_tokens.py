@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import helpers
 import pytest
 import torch
@@ -9,7 +12,7 @@ from model_helpers import VOCAB, in_segments, small_model, tokens
 
 from txl_kernels import cpu
 from txl_model import few_tokens
-from txl_model.layers import Linear
+from txl_model.layers import Dropout, Linear
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
 
@@ -215,6 +218,77 @@ def test_another_model_reads_with_its_own_weights(calls, monkeypatch):
     assert len(calls) == 4 and torch.equal(got[0], got[2]) and not torch.allclose(got[0], got[1])
     monkeypatch.setattr(few_tokens, "read", lambda *_: None)
     torch.testing.assert_close(got[0], other(text[:, 6:7], memory).logits, rtol=1e-5, atol=1e-5)
+
+
+def bias_of_its_own(block):
+    block.attn.o_net.bias = torch.nn.Parameter(torch.ones(12))
+
+
+def no_relu(block):
+    block.ff.net[1] = Dropout(0.0)
+
+
+def norms_in_different_places(block):
+    block.attn.pre_lnorm = True
+
+
+def another_layer(block):
+    block.ff.net.append(Linear(12, 12))
+
+
+def a_forward_of_its_own(block):
+    forward = block.ff.net[2].forward
+    block.ff.net[2].forward = lambda x: 2.0 * forward(x)
+
+
+def norm_without_bias(block):
+    block.ff.layer_norm = torch.nn.LayerNorm(12, bias=False)
+
+
+def no_bias(block):
+    block.ff.net[0] = Linear(12, 16, bias=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        bias_of_its_own,
+        no_relu,
+        norms_in_different_places,
+        another_layer,
+        a_forward_of_its_own,
+        norm_without_bias,
+        no_bias,
+    ],
+)
+def test_layers_that_were_changed(calls, change):
+    """In a way that their classes know nothing of: as with hidden states, which the modules read."""
+    model = reader()
+    change(model.blocks[1])
+    model.eval()
+    got = first_steps(model)
+    assert not calls
+    want = first_steps(model, model.new_memory(2, kind="hidden"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_no_rows(calls):
+    model = reader()
+    memory = model(tokens(5, batch=0)).memory
+    assert model(tokens(1, batch=0), memory).logits.shape == (0, 1, VOCAB)
+    assert not calls
+
+
+def test_a_memory_takes_no_model_along():
+    """When it is pickled."""
+    model, text = reader(), tokens(6)
+    memory = model(text[:, :5]).memory
+    size = len(pickle.dumps(memory))
+    memory = model(text[:, 5:6], memory).memory
+    assert memory.store.weights[1]
+    assert len(pickle.dumps(memory)) < 1.1 * size
+    copied = copy.deepcopy(memory)
+    assert torch.equal(model(text[:, :1], copied).logits, model(text[:, :1], memory).logits)
 
 
 class Adapted(Linear):

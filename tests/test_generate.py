@@ -181,6 +181,28 @@ def test_tokens_beyond_the_symbols_are_not_drawn(fields):
 # ----------------------------------------------------------------------------------------- one step at a time
 
 
+@pytest.mark.parametrize("attn_type", [0, 1, 2, 3])
+def test_a_model_trained_without_memory(attn_type):
+    """A token sees as many as in training: with one layer, the text of windows of tgt_len."""
+    model, text = small_model(n_layer=1, mem_len=0, attn_type=attn_type), list(PROMPTS[0])
+    for _ in range(12):
+        text.append(model(torch.tensor([text[-8:]])).logits[0, -1].argmax().item())
+    got = collect(generate(model, PROMPTS[:1], 12, temperature=0, segment_len=1))
+    assert PROMPTS[0] + got[0] == text
+    assert got == collect(generate(model, PROMPTS[:1], 12, temperature=0, segment_len=1, mem_len=7))
+    assert got != collect(generate(model, PROMPTS[:1], 12, temperature=0, mem_len=0))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(temperature, value):
+    model = small_model()
+    with torch.no_grad():
+        model.softmax.biases[0][3] = value
+    with pytest.raises(FloatingPointError, match="logits of row 0 are NaN or infinite"):
+        collect(generate(model, PROMPTS[:2], 3, temperature=temperature))
+
+
 def test_steps_and_stop_tokens():
     model = small_model()
     free = collect(generate(model, PROMPTS, 30, temperature=0))

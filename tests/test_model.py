@@ -326,6 +326,41 @@ def test_every_dropout_of_the_model_is_of_that_kind(variational):
     assert not torch.equal(hidden[0], hidden[1])
 
 
+class Adapter(torch.nn.Module):
+    """Adds to a layer what learns beside it, as peft's do."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.change = torch.nn.Parameter(0.3 * torch.randn_like(layer.weight))
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x) + torch.nn.functional.linear(x, self.change)
+
+
+@pytest.mark.parametrize("fields", [{}, {"pre_lnorm": True}, {"attn_type": 1}], ids=str)
+def test_adapters_and_hooks(fields):
+    """They are asked in training as in reading."""
+    model, text = small_model(**fields), tokens(9)
+    for block in model.blocks:
+        block.attn.qkv_net, block.attn.o_net = Adapter(block.attn.qkv_net), Adapter(block.attn.o_net)
+    hidden = in_segments(model, text, [4, 4, 1])
+    hidden.sum().backward()
+    assert all((p.grad != 0).any() for name, p in model.named_parameters() if "change" in name)
+    with torch.no_grad():
+        torch.testing.assert_close(in_segments(model.eval(), text, [4, 4, 1]), hidden)
+
+    model, called = small_model(**fields), []
+    plain = in_segments(model, text, [4, 5])
+    model.blocks[0].attn.qkv_net.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(in_segments(model, text, [4, 5]), plain)
+    assert len(called) == 2
+
+
 def test_layers_share_the_dropout_of_positions():
     model, seen = small_model(dropout=0.5, n_layer=3, d_model=64, mem_len=40), []
     for block in model.blocks:

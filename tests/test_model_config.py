@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy
 import pytest
 import torch
 from model_helpers import small_model
@@ -205,7 +206,14 @@ def test_to_and_from_json():
     assert (config.dropout, config.n_layer, config.n_head) == (0.25, 3, 16)
     assert TransformerXLConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert TransformerXLConfig.from_dict({}) == TransformerXLConfig()
-    assert TransformerXLConfig(d_model=64, d_head=8).d_embed == 64
+    config = TransformerXLConfig(d_model=64, d_head=8)
+    assert config.d_embed == 64
+    # What follows other fields goes on to do so where a saved configuration is changed.
+    again = TransformerXLConfig.from_dict({**config.to_dict(), "d_model": 32, "cutoffs": [5]})
+    assert (again.d_embed, again.tie_projs) == (32, (False, False))
+    assert TransformerXLConfig.from_dict(config.to_dict()) == config
+    numpy_values = TransformerXLConfig(same_length=numpy.bool_(True), cutoffs=numpy.array([5, 9]))
+    assert numpy_values.same_length is True and numpy_values.cutoffs == (5, 9)
     preset("tiny", "model")["n_layer"] = 99
     assert TransformerXLConfig.preset("tiny").n_layer != 99, "a preset is given as a copy"
 

@@ -27,13 +27,14 @@ from training import (  # noqa: F401 (one_thread is used by being here)
     train_config,
 )
 
-from txl_model import TransformerXL
+from txl_model import TransformerXL, few_tokens
+from txl_model.attention import Attention
 from txl_model.checkpoint import load_model, save_model
 from txl_model.data import OrderedBatches, prepare_text
 from txl_model.evaluate import evaluate as evaluate_text
 from txl_model.log import Log, plot_log, read_log
 from txl_model.optim import learning_rate
-from txl_model.train import new_model, segment_lengths, train
+from txl_model.train import corpus_evaluator, new_model, segment_lengths, train
 
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0}
 QUIET = {"eval_interval": 0, "save_interval": 0}
@@ -480,6 +481,47 @@ def test_train_on_a_corpus(tmp_path, corpus, model, fields):
     assert result.step == 9 and result.signal == signal.SIGTERM
     train(config, train_config(**fields), corpus, tmp_path / "stopped", resume=True, on_event=stop)
     assert fingerprint(tmp_path / "stopped") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "model, fields, longest",
+    [
+        ({"mem_len": 8}, {"tgt_len": 3}, 11),
+        ({"mem_len": 2, "tgt_len": 2}, {"tgt_len": 8}, 10),
+        ({"mem_len": 8}, {"tgt_len": 3, "ext_len": 2, "eval_tgt_len": 9}, 13),
+        ({"mem_len": 8}, {"tgt_len": 8, "half_loss": True}, 16),
+        ({"mem_len": 0}, {"tgt_len": 8, "half_loss": True}, 8),
+    ],
+    ids=str,
+)
+def test_evaluation_sees_as_many_keys_as_training(monkeypatch, corpus, model, fields, longest):
+    config = model_config(vocab_size=corpus.vocab_size, **model)
+    evaluator = corpus_evaluator(corpus, config, train_config(**fields))
+    seen, attend = [], Attention._attend
+
+    def watched(self, q, k, *rest):
+        seen.append(k.shape[2])
+        return attend(self, q, k, *rest)
+
+    monkeypatch.setattr(Attention, "_attend", watched)
+    monkeypatch.setattr(few_tokens, "read", lambda *_: None)
+    assert evaluator is not None
+    evaluator(TransformerXL(config), lambda n: None)
+    assert max(seen) == longest
+
+
+@pytest.mark.parametrize(
+    "model, fields, message",
+    [
+        ({"mem_len": 4}, {"tgt_len": 4, "eval_tgt_len": 9}, "eval_tgt_len must be at most 8, a training"),
+        ({"mem_len": 4, "same_length": True}, {"tgt_len": 4, "eval_tgt_len": 8}, "must be less than 8 with"),
+    ],
+)
+def test_evaluation_that_could_never_work(tmp_path, corpus, model, fields, message):
+    """Said at the start."""
+    config = model_config(vocab_size=corpus.vocab_size, **model)
+    with pytest.raises(ValueError, match=message):
+        train(config, train_config(max_step=2, **fields), corpus, tmp_path / "run")
 
 
 def test_a_corpus_without_a_validation_text(tmp_path, corpus):

@@ -114,13 +114,17 @@ class AdaptiveSoftmax(nn.Module):
 
         Rows whose label is in a cluster, and no others, meet that cluster's table.
         """
-        head, *tails = self._layers(embedding)
+        (proj, weight, bias), *tails = self._layers(embedding)
+        if tails:  # the head's last rows are the clusters, in order
+            weight = torch.cat([weight, self.cluster_weight])
+            bias = torch.cat([bias, self.cluster_bias])
         # Each label as the head knows it: itself in the shortlist, the column of its cluster otherwise.
         shortlist, head_labels = self.bounds[0][1], labels
         for i, (first, end) in enumerate(self.bounds[1:]):
             inside = (labels >= first) & (labels < end)
             head_labels = torch.where(inside, shortlist + i, head_labels)
-        losses = F.cross_entropy(_float(_scores(hidden, *head)), head_labels, reduction="none")
+        head = _float(_scores(hidden, proj, weight, bias))
+        losses = F.cross_entropy(head, head_labels, reduction="none")
         for (first, end), tail in zip(self.bounds[1:], tails, strict=True):
             index = ((labels >= first) & (labels < end)).nonzero().squeeze(1)
             scores = _float(_scores(hidden[index], *tail))
@@ -131,27 +135,26 @@ class AdaptiveSoftmax(nn.Module):
     def logits(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """[..., d_model] -> [..., vocab_size]; with clusters log-probabilities, in float32 at least."""
         layers = self._layers(embedding)
-        if len(layers) == 1:
-            return _scores(hidden, *layers[0])
+        scores, *others = (_scores(hidden, *layer) for layer in layers)
+        if not others:
+            return scores
+        # The clusters' scores by themselves: of one token, to join the weights would take as long as these.
+        clusters = _scores(hidden, layers[0][0], self.cluster_weight, self.cluster_bias)
+        head = _float(torch.cat([scores, clusters], dim=-1)).log_softmax(-1)
+        tails = (_float(x).log_softmax(-1) for x in others)
         shortlist = self.bounds[0][1]
-        head, *tails = (_float(_scores(hidden, *layer)).log_softmax(-1) for layer in layers)
         parts = [head[..., shortlist + i, None] + tail for i, tail in enumerate(tails)]
         return torch.cat([head[..., :shortlist], *parts], dim=-1)
 
     def _layers(self, embedding: AdaptiveEmbedding) -> list[tuple[Tensor | None, Tensor, Tensor]]:
-        """Projection [d_model, width], weight [rows, width] and bias [rows] of the head and of each cluster.
-
-        The head's last rows are the clusters, in order.
-        """
+        """Projection [d_model, width], weight [rows, width] and bias [rows] of the shortlist and of each
+        cluster."""
         weights = list(embedding.tables if self.tie_weight else self.tables)
         biases = list(self.biases)
         if self.one_table:
             # Split at once: the gradient of each slice by itself would be as large as the table.
             sizes = [end - first for first, end in self.bounds]
             weights, biases = list(weights[0].split(sizes)), list(biases[0].split(sizes))
-        if len(self.bounds) > 1:
-            weights[0] = torch.cat([weights[0], self.cluster_weight])
-            biases[0] = torch.cat([biases[0], self.cluster_bias])
         projs: list[Tensor | None] = [None] * len(self.bounds)
         if self.projected:
             # The embedding's where there is none of its own.

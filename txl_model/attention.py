@@ -19,7 +19,7 @@ from torch import Tensor
 
 from txl_kernels import linear, rel_attention
 from txl_model.config import TransformerXLConfig
-from txl_model.layers import Dropout, Linear
+from txl_model.layers import Dropout, Linear, is_plain
 from txl_model.memory import KeyValues
 
 
@@ -61,20 +61,27 @@ class Attention(nn.Module):
         `positions` and `biases` are what this kind of attention has of them: see `rows` and `query_biases`.
         """
         if isinstance(past, Tensor):
-            # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
-            # And it wants no gradient: projected by itself, backward computes none.
             remembered, h_in = (self.layer_norm(past), self.layer_norm(h)) if self.pre_lnorm else (past, h)
-            d_attn = self.n_head * self.d_head
-            w_q, w_kv = self.qkv_net.weight.split([d_attn, 2 * d_attn])
-            kv = torch.cat([linear(remembered, w_kv), linear(h_in, w_kv)], dim=1)
-            k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
-            q = self._heads(linear(h_in, w_q))
+            q, k, v = map(self._heads, self._project_both(remembered, h_in))
             out = self._attend(q, k, v, self.rows(positions), biases, sight)
         else:
             out = self._attend_remembered(*self.project(h), past, positions, biases, sight)
         out = out[..., : self.d_head].transpose(1, 2).flatten(2)
         out = h + self.drop(self.o_net(out))
         return out if self.pre_lnorm else self.layer_norm(out)
+
+    def _project_both(self, remembered: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of h [B, T, d_model], keys and values of memory and h: [B, T or K, H * D]."""
+        net, d_attn = self.qkv_net, self.n_head * self.d_head
+        if type(net) is not Linear or net.bias is not None or not is_plain(net):
+            # An adapter, say: to be called, whatever it is, and for memory as for the segment.
+            q, kv = net(torch.cat([remembered, h], dim=1)).split([d_attn, 2 * d_attn], dim=-1)
+            return q[:, remembered.shape[1] :], *kv.chunk(2, dim=-1)
+        # One weight for q, k and v as published, but memory asks no questions: no queries for its rows.
+        # And it wants no gradient: projected by itself, backward computes none.
+        w_q, w_kv = net.weight.split([d_attn, 2 * d_attn])
+        kv = torch.cat([linear(remembered, w_kv), linear(h, w_kv)], dim=1)
+        return linear(h, w_q), *kv.chunk(2, dim=-1)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, biases: tuple[Tensor, ...], sight: Sight

@@ -110,6 +110,16 @@ class TransformerXLConfig(Fields):
                 f"for cluster {len(self.cutoffs)}"
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` makes this configuration of again; JSON can hold it. Fields that follow others
+        are left to do so, also where those are changed."""
+        values = super().to_dict()
+        if self.d_embed == self.d_model:
+            values["d_embed"] = -1
+        if not any(self.tie_projs):
+            values["tie_projs"] = []
+        return values
+
     @property
     def max_klen(self) -> int:
         """Distances that the learned tables (attn_type 1 and 3) have rows for."""

@@ -17,14 +17,17 @@ from txl_kernels import cpu
 from txl_kernels.linear import FEW_ROWS
 from txl_model.attention import RelativeAttention, Sight
 from txl_model.block import Block, FeedForward
-from txl_model.layers import Dropout, Linear, ReluDropout
+from txl_model.layers import Dropout, Linear, ReluDropout, is_plain
 from txl_model.memory import KeyValues
 
 if TYPE_CHECKING:
     from txl_model.model import TransformerXL
 
-# What the C++ computes. Other parts (adapters, say) do something else.
-_PARTS = {Block, RelativeAttention, FeedForward, nn.Sequential, nn.LayerNorm, Linear, Dropout, ReluDropout}
+# What the C++ computes: every part of a layer, in order. Others (adapters, say) do something else.
+_PARTS = [
+    *(Block, RelativeAttention, Linear, Linear, Dropout, nn.LayerNorm, Linear),
+    *(FeedForward, nn.Sequential, Linear, ReluDropout, Linear, Dropout, nn.LayerNorm),
+]
 
 
 def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], sight: Sight) -> Tensor | None:
@@ -32,7 +35,7 @@ def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], s
     past = pasts[0]
     if (
         not isinstance(past, KeyValues)
-        or h.numel() > FEW_ROWS * h.shape[-1]
+        or not 0 < h.numel() <= FEW_ROWS * h.shape[-1]
         or past.n_project  # the layers have not made their positions yet
         or sight.backend not in (None, cpu.NAME)
         or torch.is_autocast_enabled("cpu")
@@ -65,21 +68,26 @@ def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], s
 
 def _weights(model: TransformerXL, dtype: torch.dtype) -> list[Tensor]:
     """Of all layers, as `cpu.layers` takes them; none where it would not do what the layers do."""
-    parts = list(model.blocks.modules())[1:]
+    layers = [[*block.modules()] for block in cast("list[Block]", model.blocks)]
+    parts = [part for layer in layers for part in layer]
+    norms_first = [part.pre_lnorm for part in parts if isinstance(part, (RelativeAttention, FeedForward))]
     if (
-        any(type(part) not in _PARTS for part in parts)
-        or any(part.training or part._forward_hooks or part._forward_pre_hooks for part in parts)
+        any([type(part) for part in layer] != _PARTS for layer in layers)
+        or any(part.training or not is_plain(part) for part in parts)
         or nn.modules.module._has_any_global_hook()
         or len({part.eps for part in parts if isinstance(part, nn.LayerNorm)}) > 1
+        or len(set(norms_first)) > 1
     ):
         return []
     biases = (x.expand(len(model.blocks), -1, -1) for x in (model.bias_u, model.bias_v))
-    weights = []
+    weights: list[Tensor | None] = []
+    extra: list[Tensor | None] = []  # biases that these parts do not have
     for block, bias_u, bias_v in zip(cast("list[Block]", model.blocks), *biases, strict=True):
         attn, ff = block.attn, block.ff
         norms = [(norm.weight, norm.bias) for norm in (attn.layer_norm, ff.layer_norm)]
         inner, _, outer, _ = cast("list[Linear]", ff.net)
         weights += [bias_u, bias_v, attn.qkv_net.weight, attn.o_net.weight, *norms[0]]
         weights += [inner.weight, inner.bias, outer.weight, outer.bias, *norms[1]]
-    fit = all(cpu.takes(w) and w.dtype is dtype and w.is_contiguous() for w in weights)
-    return weights if fit else []
+        extra += [attn.qkv_net.bias, attn.o_net.bias, attn.r_net.bias]
+    taken = [w for w in weights if w is not None and cpu.takes(w) and w.dtype is dtype and w.is_contiguous()]
+    return taken if len(taken) == len(weights) and extra == [None] * len(extra) else []

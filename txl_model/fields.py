@@ -52,6 +52,8 @@ def _as(kind: str, name: str, value: Any) -> Any:
     """`value`, as JSON, YAML or NumPy may have it, in the type of the field `name`."""
     if value is None and kind.endswith("| None"):
         return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     kind = kind.removesuffix(" | None")
     if kind.startswith("tuple") and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_as("bool" if "bool" in kind else "int", name, x) for x in value)

@@ -15,6 +15,7 @@ from txl_model.memory import Memory
 from txl_model.model import TransformerXL
 
 FINISHED = -1  # what a row gives after its stop token
+_NO_TOKEN = -2  # where logits are NaN
 
 
 def generate(
@@ -53,7 +54,8 @@ def generate(
             sampling, Holtzman et al., 2020). 1: among all of them.
         seed: the same seed gives the same text. None: another text every time.
         stop_tokens: the first of these that a row gives ends it; the iterator ends when all rows have.
-        mem_len, clamp_len, same_length: of the memory. None: the model's.
+        mem_len, clamp_len, same_length: of the memory. None: the model's; but of a model that was trained
+            without memory, mem_len is tgt_len - 1, with which a token sees as many as it saw then at most.
         segment_len: tokens of the prompts read at once.
         n_symbols: draw tokens below this number only. For a model with more of them than its vocabulary has
             symbols: the others stand for nothing. None: all.
@@ -63,6 +65,7 @@ def generate(
 
     Raises:
         ValueError: an argument out of range; at the call, not at the first step.
+        FloatingPointError: logits that are NaN or infinite.
     """
     vocab_size = model.config.vocab_size
     rows = [[int(token) for token in prompt] for prompt in prompts]
@@ -86,15 +89,19 @@ def generate(
     draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
 
     def choose(logits: Tensor) -> Tensor:
-        logits = logits[:, :n_symbols]
-        if temperature == 0:
-            return logits.argmax(-1)
-        uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
-        return sample(logits, uniform.to(logits.device), temperature, top_k, top_p)
+        likeliest = logits[:, :n_symbols].max(-1)
+        tokens = likeliest.indices
+        if temperature > 0:
+            uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
+            uniform = uniform.to(logits.device)
+            tokens = sample(logits[:, :n_symbols], uniform, temperature, top_k, top_p)
+        return tokens.where(likeliest.values.isfinite(), _NO_TOKEN)
 
     longest = max(len(row) for row in rows)
     padding = [longest - len(row) for row in rows]
     input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)])
+    if mem_len is None:
+        mem_len = model.config.mem_len or model.config.tgt_len - 1
     with torch.no_grad(), eval_mode(model):
         memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
     if any(padding):
@@ -126,7 +133,8 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_
     kept = reached - p < top_p
     total = (p * kept).sum(-1)
     index = (reached <= (uniform * total)[:, None]).sum(-1)
-    index = index.minimum(kept.sum(-1) - 1)  # rounding may point at the end of the last share
+    # Rounding may point at the end of the last share; of NaN none is kept.
+    index = index.minimum(kept.sum(-1) - 1).clamp(min=0)
     return tokens.gather(-1, index[:, None])[:, 0]
 
 
@@ -170,6 +178,10 @@ def _steps(
     for step in range(1, max_new_tokens + 1):
         chosen = choose(out.last_logits())
         tokens = chosen.tolist()
+        if _NO_TOKEN in tokens:
+            raise FloatingPointError(
+                f"the logits of row {tokens.index(_NO_TOKEN)} are NaN or infinite: are the model's weights?"
+            )
         yield torch.tensor([FINISHED if done else t for done, t in zip(finished, tokens, strict=True)])
         finished = [done or token in stop_tokens for done, token in zip(finished, tokens, strict=True)]
         if all(finished) or step == max_new_tokens:

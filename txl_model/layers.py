@@ -16,6 +16,17 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call of it is its class's `forward` and nothing else: no hook, no `forward` of its own."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return not any(hooks) and "forward" not in vars(module)
+
+
 class Dropout(nn.Module):
     """Dropout of [B, T, d]; `variational`: the same units at every time step (Gal and Ghahramani, 2016)."""
 

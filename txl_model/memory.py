@@ -249,6 +249,10 @@ class _Store:
         # With zero_memory, what a hidden state of zeros gives: [2, 1, H, 1, D].
         self.zeros: list[Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: a memory is none of its model."""
+        return {**self.__dict__, "weights": None}
+
 
 @dataclass(frozen=True, eq=False)
 class KeyValues:

@@ -183,8 +183,8 @@ class TransformerXL(nn.Module):
 
         Raises:
             ValueError: for shapes that do not match, tokens out of range (checked on CPUs only: a GPU
-                would have to be waited for), a memory of another model, batch size, device or dtype, or a
-                memory of keys and values in training mode or with gradients enabled.
+                would have to be waited for), a memory of another model's shape, of another batch size,
+                device or dtype, or a memory of keys and values in training mode or with gradients enabled.
         """
         config = self.config
         self._check(input_ids, labels, ext_len)

@@ -81,7 +81,8 @@ class Schedule:
         self._set(learning_rate(self.config, step))
 
     def after_evaluation(self, loss: float) -> None:
-        """dev_perf lowers the learning rate when the validation loss has stopped falling."""
+        """dev_perf lowers the learning rate when the validation loss has stopped falling: for good after the
+        warm-up, which sets it anew for every update, the first behind it included."""
         if self.plateau is not None:
             self.plateau.step(loss)
 

@@ -499,8 +499,18 @@ def corpus_evaluator(
         return None
     scored, ext_len = segment_lengths(model_config, config)
     tgt_len, stride = config.eval_tgt_len or scored, None
+    klen = model_config.mem_len + scored + ext_len
+    if tgt_len > klen:
+        raise ValueError(
+            f"eval_tgt_len must be at most {klen}, a training segment and its memory, got {tgt_len}"
+        )
+    mem_len: int | None = klen - tgt_len
     if model_config.mem_len == 0:
-        tgt_len, stride = max(scored + ext_len, tgt_len), tgt_len
+        tgt_len, stride, mem_len = max(scored + ext_len, tgt_len), tgt_len, None
+    elif mem_len == 0 and model_config.same_length and not model_config.same_length_extra:
+        raise ValueError(
+            f"eval_tgt_len must be less than {klen} with same_length: {klen} would leave no key of a memory"
+        )
 
     def loss(model: TransformerXL, progress: Callable[[int], object]) -> float:
         from txl_model.evaluate import evaluate
@@ -509,6 +519,7 @@ def corpus_evaluator(
             model,
             corpus.tokens("valid"),
             tgt_len=tgt_len,
+            mem_len=mem_len,
             stride=stride,
             batch_size=config.eval_batch_size,
             max_tokens=config.eval_max_tokens,

@@ -36,7 +36,7 @@ class DecodeKernel {
         pool_(pool),
         columns_(round_up(p_.D, W)),
         // The split depends on the shapes alone, and so does the result.
-        parts_(max(1, min(kItems / (p_.B * p_.H), p_.K / kMinKeys))),
+        parts_(max(1, min(kItems / max(1, p_.B * p_.H), p_.K / kMinKeys))),
         partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
 
   void run() {

@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SYMBOL",
         help="end where this token comes; may be repeated",
     )
-    add("--mem-len", type=int, metavar="N", help="tokens remembered (default: the model's)")
+    add(
+        "--mem-len",
+        type=int,
+        metavar="N",
+        help="tokens remembered (default: the model's, or tgt_len - 1 if it was trained with none)",
+    )
     add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
     add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")
     add("--bf16", action="store_true", help="weights and memory in bfloat16: half as much to read")

@@ -50,19 +50,20 @@ def read_symbols(
 
 def _pieces_of_lines(text: TextIO) -> Iterator[tuple[str, bool]]:
     """Lines, very long ones cut at white space, and whether the line ends with the piece."""
-    rest, inside = "", False
+    word: list[str] = []  # of which no end was read yet
+    inside = False
     while piece := text.readline(CHUNK):
-        piece = rest + piece
-        rest, inside = "", not piece.endswith("\n")
-        if inside:
-            cut = len(piece)
-            while cut and not piece[cut - 1].isspace():
-                cut -= 1
-            piece, rest = piece[:cut], piece[cut:]
-        if piece:
-            yield piece, not inside
+        inside = not piece.endswith("\n")
+        cut = len(piece)
+        while inside and cut and not piece[cut - 1].isspace():
+            cut -= 1
+        if cut:
+            yield "".join((*word, piece[:cut])), not inside
+            word.clear()
+        if cut < len(piece):
+            word.append(piece[cut:])
     if inside:  # the last line of a file may lack its line end
-        yield rest, True
+        yield "".join(word), True
 
 
 class _Index(dict[Any, int]):
@@ -116,8 +117,8 @@ class Vocabulary:
     ) -> Vocabulary:
         """The `max_size` most frequent symbols that occur `min_freq` times or more, after the special ones.
 
-        Of equally frequent ones the one first counted comes first. As published, `max_size` does not count
-        the special symbols. `rules` are the other fields.
+        Of equally frequent ones the one first counted comes first. As published, `max_size` counts a special
+        symbol if it occurs in the text, as `<unk>` may. `rules` are the other fields.
         """
         symbols = dict.fromkeys(special)
         for symbol, count in counts.most_common(max_size):
@@ -235,14 +236,18 @@ class Vocabulary:
         """
         if self.unit == "byte":
             characters = codecs.getincrementaldecoder("utf-8")("replace")
-            return lambda numbers, final=False: characters.decode(
-                bytes(self.symbols[n] for n in numbers), final
-            )
+            return lambda numbers, final=False: characters.decode(bytes(self._symbols(numbers)), final)
         if self.unit == "char":
-            return lambda numbers, final=False: "".join(self.symbols[n] for n in numbers)
+            return lambda numbers, final=False: "".join(self._symbols(numbers))
 
         def words(numbers: Iterable[int], final: bool = False) -> str:
-            symbols = (self.symbols[n] for n in numbers)
+            symbols = self._symbols(numbers)
             return "".join("\n" if symbol == self.line_end else f"{symbol} " for symbol in symbols)
 
         return words
+
+    def _symbols(self, numbers: Iterable[int]) -> Iterator[Any]:
+        for n in numbers:
+            if not 0 <= n < len(self.symbols):
+                raise IndexError(f"{n} is no symbol's number: there are {len(self.symbols)} symbols")
+            yield self.symbols[n]
