@@ -24,6 +24,9 @@ class NinjaBuildExt(build_ext):
             shutil.copy2(built, f"{target}.new")
             os.replace(f"{target}.new", target)
             self.outputs += (str(target),)
+        cuda = package / "libtxl_cuda.so"
+        if str(cuda) not in self.outputs:  # one from an earlier build would be loaded, or packed into a wheel
+            cuda.unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
         return list(self.outputs)

@@ -2,8 +2,9 @@
 
 Environment variables:
     TXL_BUILD_CUDA        auto (default): where nvcc is found and torch is a CUDA build; 0: no; 1: or fail
-    TORCH_CUDA_ARCH_LIST  as torch's own builds have it: "8.0;9.0+PTX" (default: 8.0, 9.0 and 10.0, as far as
-                          nvcc knows them, and PTX for the others and for parts to come); with 9.0, sm_90a too
+    TORCH_CUDA_ARCH_LIST  as torch's own builds have it: "8.0;9.0+PTX", "Ampere;Hopper" (default: 8.0, 9.0 and
+                          10.0, as far as nvcc knows them, and PTX for the others and for parts to come); with
+                          9.0, sm_90a too
     CUDACXX, CUDA_HOME    where nvcc is, if not on the PATH
 """
 
@@ -28,6 +29,23 @@ WARPGROUP_ARCH = "90a"
 WARPGROUP_FLAGS = ["-gencode", f"arch=compute_{WARPGROUP_ARCH},code=sm_{WARPGROUP_ARCH}"]
 
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
+# As torch.utils.cpp_extension has them.
+NAMED_ARCHS = {
+    "Kepler+Tesla": "3.7",
+    "Kepler": "3.5+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Maxwell": "5.0 5.2+PTX",
+    "Pascal": "6.0 6.1+PTX",
+    "Volta+Tegra": "7.2",
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ampere": "8.0 8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell+Tegra": "11.0",
+    "Blackwell": "10.0 10.3 12.0 12.1+PTX",
+}
 OLDEST = 80  # cp.async, mma of bfloat16
 # One PTX serves every part, as none of the other kernels has instructions that only later ones know: a third
 # less to compile.
@@ -61,11 +79,15 @@ class Toolkit:
 
 
 def find_nvcc() -> list[str] | None:
+    """None if there is none; an error if CUDACXX names something else."""
     if asked := os.environ.get("CUDACXX"):
-        return shlex.split(asked)
+        nvcc = shlex.split(asked)
+        if not version_of(nvcc):
+            raise PlatformError(f"CUDACXX={asked!r} is not nvcc, or nvcc does not run.")
+        return nvcc
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     for candidate in ([f"{home}/bin/nvcc"] if home else []) + ["nvcc", "/usr/local/cuda/bin/nvcc"]:
-        if found := shutil.which(candidate):
+        if (found := shutil.which(candidate)) and version_of([found]):
             return [found]
     return None
 
@@ -74,26 +96,35 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def version_of(nvcc: list[str]) -> str:
+    """Empty if this is not nvcc, or does not run."""
+    try:
+        match = re.search(r"release ([\d.]+)", output_of([*nvcc, "--version"]))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return match[1] if match else ""
+
+
 def find_codes(nvcc: list[str]) -> tuple[str, ...]:
     known = set(output_of([*nvcc, "--list-gpu-code"]).split())
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     codes = []
-    for arch in asked:
+    for arch in " ".join(NAMED_ARCHS.get(arch, arch) for arch in asked).split():
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
         if not match:
-            raise PlatformError(f"TORCH_CUDA_ARCH_LIST: {arch!r} is not of the form 9.0 or 9.0+PTX.")
+            raise PlatformError(f"TORCH_CUDA_ARCH_LIST: {arch!r} is not of the form 9.0, 9.0+PTX or Hopper")
         number = f"{match[1]}{match[2]}"
         if int(number) < OLDEST:
             print(f"txl-kernels: without sm_{number}: the CUDA kernels need sm_{OLDEST} or later")
         elif f"sm_{number}" not in known:
-            raise PlatformError(f"TORCH_CUDA_ARCH_LIST has {arch}, which {nvcc[0]} does not know.")
+            raise PlatformError(f"TORCH_CUDA_ARCH_LIST has {arch}, which {nvcc[0]} does not know")
         else:
             codes += [f"sm_{number}"] + [PTX] * bool(match[4])
     if not asked:
         codes = [code for arch in DEFAULT_ARCHS if (code := f"sm_{arch.replace('.', '')}") in known]
         codes.append(PTX)
     if not codes:
-        raise PlatformError(f"TORCH_CUDA_ARCH_LIST={' '.join(asked)!r} has nothing from sm_{OLDEST} on.")
+        raise PlatformError(f"TORCH_CUDA_ARCH_LIST={' '.join(asked)!r} has nothing from sm_{OLDEST} on")
     return tuple(dict.fromkeys(codes))
 
 
@@ -112,9 +143,15 @@ def find_toolkit(torch: Path) -> tuple[Toolkit | None, str]:
     if nvcc is None:
         if asked == "1":
             raise PlatformError(
-                "TXL_BUILD_CUDA=1, but nvcc was not found: put it on the PATH or set CUDACXX."
+                "TXL_BUILD_CUDA=1, but no nvcc that runs was found: put it on the PATH or set CUDACXX."
             )
-        return None, "not built: nvcc was not found"
-    version = re.search(r"release ([\d.]+)", output_of([*nvcc, "--version"]))
-    toolkit = Toolkit(nvcc, version[1] if version else "unknown", find_codes(nvcc))
+        return None, "not built: no nvcc that runs was found"
+    try:
+        codes = find_codes(nvcc)
+    except PlatformError as error:
+        # The list may be meant for other builds; the CPU's kernels do not need it.
+        if asked == "1":
+            raise
+        return None, f"not built: {error}"
+    toolkit = Toolkit(nvcc, version_of(nvcc), codes)
     return toolkit, f"{' '.join(toolkit.targets)} (nvcc {toolkit.version})"

@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -72,6 +73,9 @@ X86_LEVELS = [
     ),
 ]
 
+# What CXX may have before the compiler.
+LAUNCHERS = {"ccache", "sccache", "buildcache", "distcc", "icecc", "env"}
+
 
 # ---- What the machine offers ----
 
@@ -86,6 +90,12 @@ def find_compiler() -> list[str]:
         f"{missing} txl-kernels builds C++ sources. Install a compiler (Debian, Ubuntu: apt-get install g++; "
         "Fedora: dnf install gcc-c++; conda: conda install -c conda-forge cxx-compiler), or set CXX."
     )
+
+
+def host_compiler(cxx: list[str]) -> str:
+    """The compiler alone, as nvcc's -ccbin takes it: of "ccache g++" or "env LANG=C g++", g++."""
+    names = (word for word in cxx if Path(word).name not in LAUNCHERS and not re.match(r"-|\w+=", word))
+    return next(names, cxx[0])
 
 
 def find_ninja() -> str:
@@ -218,7 +228,7 @@ rule link
         return self.build(rule, out, objects, [*every, *flags], out)
 
     def add_nvcc(self, toolkit: cuda_build.Toolkit) -> None:
-        nvcc = self.command([*toolkit.nvcc, "-ccbin", self.cxx[0]])
+        nvcc = self.command([*toolkit.nvcc, "-ccbin", host_compiler(self.cxx)])
         self.text += f"""\
 rule nvcc
   command = {nvcc} $flags -MD -MF $out.d -c $in -o $out
@@ -252,6 +262,8 @@ def build_native(verbose: bool, objects: Sequence[str] = ()) -> list[Path]:
         build_dir = build_dir / sanitize.replace(",", "-")
         flags += [*SANITIZED_FLAGS, f"-fsanitize={sanitize}"]
         link_flags += [f"-fsanitize={sanitize}"]
+        if toolkit:  # no sanitizer sees what runs on a GPU
+            toolkit, cuda = None, "not built: TXL_SANITIZE"
     else:
         flags += OPTIMISED_FLAGS
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
@@ -270,7 +282,7 @@ def build_native(verbose: bool, objects: Sequence[str] = ()) -> list[Path]:
     if not sanitize:  # whose symbols come from the executable
         torch_flags += ["-Wl,--no-undefined"]  # a missing symbol fails here, not on the user's machine
     libraries = [file.link("libtxl_cpu.so", [*kernels, dispatch, memory, binding], torch_flags)]
-    if toolkit and not sanitize:
+    if toolkit:
         file.add_nvcc(toolkit)
         libraries.append(add_cuda(file, toolkit, torch))
 
