@@ -23,7 +23,7 @@ import torch
 from cli import Progress, positive, why
 from machine import describe, tiles
 from measure import Task
-from problem import BACKWARD, DECODE, DTYPES, ERROR_BOUND, FORWARD, GPU_HEADLINE, TRAIN, Problem, Truth
+from problem import BACKWARD, DECODE, DTYPES, FORWARD, GPU_HEADLINE, TRAIN, Problem, Truth
 from rivals import GPU_RIVALS, RIVALS, Attend, Way, extra_memory, ours
 from torch import Tensor
 
@@ -44,7 +44,8 @@ class Row:
     way: str
     ours: bool
     reason: str | None = None
-    error: float | None = None
+    error: float | None = None  # the largest of a head
+    row_error: float | None = None
     wrong: bool = False
     seconds: float | None = None  # median
     samples: list[float] | None = None
@@ -150,17 +151,26 @@ class Bench:
     def _checked_task(self, way: Way, row: Row, truth: Truth, sets: list[tuple[Tensor, ...]]) -> Task | None:
         """Runs a way once. Its task if the numbers are right; if not, `row` says what is the matter."""
         try:
+            truth.expected(way.position)
+        except (MemoryError, RuntimeError) as failure:
+            row.reason = f"not timed, for the float64 reference fails: {why(failure)}"
+            measure.check_gpu(row.reason)
+            return None
+        try:
             if way.name not in self._built:
                 self._built[way.name], _ = way.build(truth.problem)
             row.kernel = way.kernel(truth.problem)
             task = measure.timed_task(self._built[way.name], truth.problem, truth.which, sets)
-            row.error = truth.error(task.run(), way.position)
-        except Exception as error:  # whatever a way dies of
-            row.reason = why(error)
+            error = truth.error(task.run(), way.position)
+        except Exception as failure:  # whatever a way dies of
+            row.reason = why(failure)
             measure.check_gpu(f"{way.name}: {row.reason}")
             return None
-        row.wrong = row.error > ERROR_BOUND[truth.problem.dtype]
-        return None if row.wrong else task
+        row.error, row.row_error = error.head, error.row
+        if mistake := error.mistake(truth.problem.dtype, way.ours):
+            row.wrong, row.reason = True, f"WRONG: {mistake}"
+            return None
+        return task
 
     def _measure_kernels(self, results: list[Result]) -> None:
         """Adds `gpu_kernels` to ours. After all timing: the profiler may leave launches slower."""
@@ -224,7 +234,7 @@ def table(result: Result) -> str:
     unit, _ = _flops_unit(result.problem)
     rate_titles = ("GB/s", "of copy") if decode else (f"{unit}FLOP/s", "of gemm")
     names = [row.way + (" *" if row.ours else "") for row in result.rows]
-    figures = [None if _note(row, result) else _figures(row, result) for row in result.rows]
+    figures = [None if row.reason else _figures(row, result) for row in result.rows]
     titles = ("ms", *rate_titles, "extra MB", "error", "ours is")
     widths = [max(map(len, column)) for column in zip(titles, *filter(None, figures), strict=True)]
     name_width = max(map(len, names))
@@ -236,7 +246,7 @@ def table(result: Result) -> str:
     lines = [f"{result.which}: {result.problem}; {_machine_rate(result)}", line("", titles)]
     for row, name, cells in zip(result.rows, names, figures, strict=True):
         kernel = f"  by {row.kernel}" if row.kernel else ""
-        lines.append(line(name, cells) + kernel if cells else f"{name:<{name_width}}  {_note(row, result)}")
+        lines.append(line(name, cells) + kernel if cells else f"{name:<{name_width}}  {row.reason}")
     for row in result.rows:
         if row.gpu_kernels:
             longest = list(row.gpu_kernels.items())[:SHOWN_KERNELS]
@@ -255,13 +265,6 @@ def _machine_rate(result: Result) -> str:
         return f"copy {result.rate / 1e9:.1f} GB/s{graph}"
     unit, size = _flops_unit(result.problem)
     return f"gemm {measure.gemm_size(result.problem.device)}^3 {result.rate / size:.1f} {unit}FLOP/s"
-
-
-def _note(row: Row, result: Result) -> str | None:
-    """What stands in place of figures."""
-    if row.wrong:
-        return f"WRONG: relative error {row.error:.1e}, allowed is {ERROR_BOUND[result.problem.dtype]:.0e}"
-    return row.reason
 
 
 def _figures(row: Row, result: Result) -> tuple[str, ...]:
@@ -341,7 +344,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="Example: python benchmarks/bench_attn.py --sweep 475 950 1900 3800 --plot attention.png",
     )
     whole = positive(int)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--klen", type=whole, help=f"keys: memory and segment ({_default('klen')})")
     parser.add_argument("--qlen", type=whole, help="queries, at most klen (half of klen; decode: 1)")
     parser.add_argument("--batch", type=whole, help=f"({_default('batch')})")
@@ -393,11 +396,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cli.add_options(parser, repeat=7, budget=4.0)
     args = cli.parse(parser, argv)
 
-    device = args.device.split(":")[0]
-    if device not in DEFAULTS:
+    device, _, number = args.device.partition(":")
+    if device not in DEFAULTS or (number and not number.isdecimal()):
         parser.error(f"--device: got {args.device}, needs cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cpu":
+        args.device = "cpu"  # cpu:0 is the same, and there is no other
+    elif not torch.cuda.is_available():
         parser.error(f"--device: got {args.device}, but torch {torch.__version__} sees no CUDA device")
+    elif int(number or 0) >= torch.cuda.device_count():
+        parser.error(f"--device: got {args.device}, but torch sees {torch.cuda.device_count()}")
     for name in ("klen", "batch", "heads", "d_head", "dtype"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(DEFAULTS[device], name))
@@ -411,6 +418,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--dtype: float16 needs --device cuda: no backend has it on a CPU")
     if not args.rivals and args.backends == []:
         parser.error("--backends, --rivals: got no name, needs at least one")
+    if args.which == "decode" and args.qlen not in (None, 1):
+        parser.error(f"--qlen: got {args.qlen}, needs 1: --pass decode is of one query")
     if args.qlen is not None and args.qlen > args.klen and not args.sweep:
         parser.error(f"--qlen: got {args.qlen}, needs at most klen, {args.klen}")
     if args.plot is not None:
@@ -435,6 +444,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     klens = (
         [args.klen] if args.sweep is None else args.sweep or [max(1, args.klen >> n) for n in (4, 3, 2, 1, 0)]
     )
+    klens = sorted(set(klens))
     default = (lambda klen: 1) if args.which == "decode" else (lambda klen: max(1, klen // 2))
     return [
         Problem(
@@ -459,7 +469,7 @@ def our_ways(names: list[str] | None, device: str) -> list[Way]:
     if names is None:
         fused = [info for name, info in backends().items() if name != "reference"]
         names = [info.name for info in fused if info.available] or [info.name for info in fused]
-    return [ours(name) for name in names]
+    return [ours(name) for name in dict.fromkeys(names)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -472,18 +482,31 @@ def main(argv: list[str] | None = None) -> int:
         f"commit {about['commit']}"
     )
 
+    if cut := [str(problem.klen) for problem in problems(args) if problem.qlen < (args.qlen or 0)]:
+        print(f"--qlen {args.qlen} is more than klen {', '.join(cut)}: there it is cut to as many as keys")
+
     wanted = [way for way in RIVALS if way.name in args.rivals]
     bench = Bench(our_ways(args.backends, args.device) + wanted, args.repeat, args.budget, args.memory)
     results: list[Result] = []
+    measured: list[Result] = []  # not shown yet, of one problem
 
-    def save(unfinished: Iterable[Result] = ()) -> None:
-        write_json(args, [*results, *unfinished], about)
+    def save(so_far: Iterable[Result] = ()) -> None:
+        measured[:] = so_far
+        write_json(args, [*results, *measured], about)
 
-    for problem in problems(args):
-        for result in bench.run(problem, PASSES[args.which], save):
-            results.append(result)
-            bench.bar.clear()
-            print("\n" + table(result), flush=True)
+    def show() -> None:
+        bench.bar.clear()
+        while measured:
+            print("\n" + table(measured.pop(0)), flush=True)
+
+    try:
+        for problem in problems(args):
+            results += bench.run(problem, PASSES[args.which], save)
+            show()
+    except KeyboardInterrupt:
+        show()
+        bench.bar.close()
+        return cli.STOPPED
     bench.bar.close()
     if args.device != "cpu":
         print("\n" + "\n".join(["Tiles chosen by measuring:", *(tiles() or ["none"])]))
@@ -498,4 +521,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

@@ -14,6 +14,7 @@ import math
 import sys
 from dataclasses import replace
 
+import cli
 import model_figures
 import torch
 import torch.nn.functional as F
@@ -136,4 +137,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import cli
 import measure
 import model_figures
 import torch
@@ -269,4 +270,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

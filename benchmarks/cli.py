@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,18 @@ except ImportError:  # parse() says so
     tqdm = object
 
 
+STOPPED, READ_NO_FURTHER = 130, 141  # exit statuses, as of a shell's SIGINT and SIGPIPE
+
+
 def positive(number: type, most: float = math.inf, or_0: bool = False) -> Any:
     """What argparse makes of a text: a number above 0, or 0 if that is allowed, and at most `most`."""
 
     def convert(text: str) -> Any:
         value = number(text)
-        if not (0 < value <= most or (or_0 and value == 0)):
+        if value == math.inf or not (0 < value <= most or (or_0 and value == 0)):
             need = f"1 to {most}" if most < math.inf else "at least 0" if or_0 else "more than 0"
+            if value == math.inf:  # JSON has none
+                need = "a finite number"
             raise argparse.ArgumentTypeError(f"got {text}, needs {need}")
         return value
 
@@ -43,11 +49,17 @@ def new_file(text: str) -> Path:
     """A file to be written later. Refused now, and not after all the work."""
     path = Path(text)
     folder = path.absolute().parent
-    if path.is_dir():
+    if os.path.isdir(path):  # that of Path, until Python 3.13, raises an error of a name that is too long
         raise argparse.ArgumentTypeError(f"got {path}, a folder, needs the name of a file")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write to {folder}")
-    if path.exists() and not os.access(path, os.W_OK):
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path
+    except OSError as error:  # the name is too long
+        raise argparse.ArgumentTypeError(f"cannot write to {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write to {path}")
     return path
 
@@ -72,7 +84,8 @@ def add_options(parser: argparse.ArgumentParser, repeat: int, budget: float | No
             default=budget,
             help=f"seconds after which three samples are enough ({budget:g})",
         )
-    parser.add_argument("--threads", type=positive(int), help="CPU threads (torch's choice)")
+    cpus = os.cpu_count() or 1
+    parser.add_argument("--threads", type=positive(int, cpus), help="CPU threads (torch's choice)")
     parser.add_argument(
         "--json", type=new_file, metavar="PATH", help="write all that was measured, and the machine"
     )
@@ -85,6 +98,20 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     if args.threads:
         torch.set_num_threads(args.threads)
     return args
+
+
+def run(main: Callable[[], int]) -> int:
+    """The exit status of a command. One that is stopped, or read no further, has no traceback."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return STOPPED
+    except BrokenPipeError:
+        # Python flushes what is left once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READ_NO_FURTHER
 
 
 class Progress(tqdm):

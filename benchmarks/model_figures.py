@@ -141,6 +141,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def parse(it: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     args = cli.parse(it, argv)
+    try:
+        config(args)
+    except ValueError as error:
+        it.error(str(error))
     args.argv = sys.argv[1:] if argv is None else argv  # as it was given, for the JSON
     return args
 

@@ -23,9 +23,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from txl_kernels import backends, cuda, rel_attention
 from txl_kernels.reference import naive as reference_naive
-from txl_kernels.reference import shift as reference_shift
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Build = Callable[[Problem], tuple[Attend, list[Tensor]]]
 
 
 def no_demand(problem: Problem, which: str) -> int:
@@ -44,7 +44,7 @@ class Way:
     """
 
     name: str
-    build: Callable[[Problem], tuple[Attend, list[Tensor]]]
+    build: Build
     needs: Callable[[Problem, str], int] = no_demand
     work: Callable[[Problem, str], int] = no_demand
     kernel: Callable[[Problem], str | None] = lambda problem: None
@@ -124,8 +124,42 @@ def every_distance(r: Tensor, klen: int) -> Tensor:
     return r if missing == 0 else torch.cat([r[:, :1].expand(-1, missing, -1), r], 1)
 
 
-def shift(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
-    return reference_shift(q, k, v, every_distance(r, k.shape[2]), u, w)
+def _build_shift(problem: Problem) -> tuple[Attend, list[Tensor]]:
+    hidden = _causal_bias(problem)  # [L, K]
+    scale = problem.d_head**-0.5
+
+    def shift(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        position = shifted(((q + w[:, None]) * scale) @ every_distance(r, k.shape[2]).mT)  # [B, H, L, K]
+        score = ((q + u[:, None]) * scale) @ k.mT
+        return score.add_(position).add_(hidden).softmax(-1) @ v
+
+    return shift, [hidden]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Row i of L moved L - 1 - i places to the left; right where j <= i + K - L. [B, H, L, K]
+
+    Without gradient that is free: a view. The gradient of that view costs more than pad and view.
+    """
+    return shift_by_copy(x) if x.requires_grad else shift_by_view(x)
+
+
+def shift_by_copy(x: Tensor) -> Tensor:
+    B, H, L, K = x.shape
+    return F.pad(x, (1, 0)).view(B, H, K + 1, L)[:, :, 1:].view(B, H, L, K)
+
+
+def shift_by_view(x: Tensor) -> Tensor:
+    """Rows that lie one element closer together."""
+    _, H, L, K = x.shape
+    return x.as_strided(x.shape, (H * L * K, L * K, K - 1, 1), x.storage_offset() + L - 1)
+
+
+def _causal_bias(problem: Problem) -> Tensor:
+    """0 where query i may see key j, else -inf. [L, K]"""
+    L, K = problem.qlen, problem.klen
+    hidden = torch.full((L, K), -math.inf, dtype=problem.torch_dtype, device=problem.device)
+    return hidden.triu_(K - L + 1)
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
@@ -150,31 +184,10 @@ def _build_sdpa_bias(problem: Problem) -> tuple[Attend, list[Tensor]]:
     scale = problem.d_head**-0.5
 
     def sdpa_bias(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
-        by_row = ((q + w[:, None]) * scale) @ every_distance(r, k.shape[2]).mT  # [B, H, L, K]
-        # Without gradient the shift is free: a view. The gradient of that view costs more than pad and view.
-        bias = shift_by_copy(by_row) if by_row.requires_grad else shift_by_view(by_row)
-        return F.scaled_dot_product_attention(q + u[:, None], k, v, attn_mask=bias + hidden)
+        position = shifted(((q + w[:, None]) * scale) @ every_distance(r, k.shape[2]).mT)  # [B, H, L, K]
+        return F.scaled_dot_product_attention(q + u[:, None], k, v, attn_mask=position + hidden)
 
     return sdpa_bias, [hidden]
-
-
-def shift_by_copy(x: Tensor) -> Tensor:
-    """Row i of L moved L - 1 - i places to the left; right where j <= i + K - L. [B, H, L, K]"""
-    B, H, L, K = x.shape
-    return F.pad(x, (1, 0)).view(B, H, K + 1, L)[:, :, 1:].view(B, H, L, K)
-
-
-def shift_by_view(x: Tensor) -> Tensor:
-    """The same without a copy: rows that lie one element closer together."""
-    _, H, L, K = x.shape
-    return x.as_strided(x.shape, (H * L * K, L * K, K - 1, 1), x.storage_offset() + L - 1)
-
-
-def _causal_bias(problem: Problem) -> Tensor:
-    """0 where query i may see key j, else -inf. [L, K]"""
-    L, K = problem.qlen, problem.klen
-    hidden = torch.full((L, K), -math.inf, dtype=problem.torch_dtype, device=problem.device)
-    return hidden.triu_(K - L + 1)
 
 
 # ---- FlexAttention -------------------------------------------------------------------------------
@@ -276,18 +289,27 @@ def _compile(attend: Attend) -> Attend:
     return torch.compile(attend, dynamic=False)
 
 
+def _compiled(build: Build) -> Build:
+    def compiled(problem: Problem) -> tuple[Attend, list[Tensor]]:
+        attend, constants = build(problem)
+        return _compile(attend), constants
+
+    return compiled
+
+
 # The factors of `needs` are those measured on CPUs, rounded up.
 RIVALS = (
     Way("naive", _build_naive, needs=_naive_needs, work=_naive_work),
     Way("published", lambda problem: (published, []), needs=_scores(forward=6, training=8)),
-    Way("shift", lambda problem: (shift, []), needs=_scores(forward=3.5, training=3.5)),
+    Way("shift", _build_shift, needs=_scores(forward=3.5, training=3.5)),
+    Way("shift-compiled", _compiled(_build_shift), needs=_scores(forward=2.5, training=3.5), compiled=True),
+    Way("sdpa-bias", _build_sdpa_bias, needs=_scores(forward=2.5, training=6)),
     Way(
-        "shift-compiled",
-        lambda problem: (_compile(shift), []),
+        "sdpa-bias-compiled",
+        _compiled(_build_sdpa_bias),
         needs=_scores(forward=2.5, training=3.5),
         compiled=True,
     ),
-    Way("sdpa-bias", _build_sdpa_bias, needs=_scores(forward=2.5, training=6)),
     Way("flex-compiled", _build_flex, needs=_scores(forward=1.5, training=3), compiled=True),
     Way(
         "sdpa-no-position",

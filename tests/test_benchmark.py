@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,12 +26,12 @@ import cli
 import measure
 import must_reach
 import rivals
-from problem import BACKWARD, DECODE, FORWARD, TRAIN, Problem
+from problem import BACKWARD, DECODE, FORWARD, TRAIN, Error, Problem, Truth
 from rivals import Way
 from torch.nn.attention import SDPBackend
 
-from txl_kernels import cuda
-from txl_kernels.reference import visible_keys
+from txl_kernels import cuda, rel_attention
+from txl_kernels.reference import reference, visible_keys
 
 # Timed on every machine: the fused backend where it is built, else the reference in its place.
 OURS = "reference" if why_not("cpu") else "cpu"
@@ -46,6 +48,8 @@ def small_yardsticks(monkeypatch):
 
 def bench(capsys, *arguments: str, ways=EAGER, backends=(OURS,)) -> tuple[int, str]:
     """Exit status and what was printed."""
+    if "decode" in arguments:
+        arguments += ("--qlen", "1")
     status = bench_attn.main([*TINY, "--backends", *backends, "--rivals", *ways, *arguments])
     return status, capsys.readouterr().out
 
@@ -75,9 +79,10 @@ def test_compiled_ways(capsys):
     status, out = bench(capsys, ways=[way.name for way in rivals.RIVALS if way.compiled])
     assert status == 0, out
     forward, training = out.split("forward+backward:")
-    for name in ("shift-compiled", "flex-compiled"):
+    for name in ("shift-compiled", "sdpa-bias-compiled", "flex-compiled"):
         assert "x faster" in line_of(forward, name)
-    assert "x faster" in line_of(training, "shift-compiled")
+    for name in ("shift-compiled", "sdpa-bias-compiled"):
+        assert "x faster" in line_of(training, name)
     assert "does not support backward on CPU" in line_of(training, "flex-compiled")
 
 
@@ -98,7 +103,7 @@ def test_json(capsys, tmp_path):
         assert shift["gflops"] * shift["seconds"] * 1e9 == pytest.approx(problem.flops(FORWARD))
 
 
-def test_json_of_what_was_stopped(capsys, monkeypatch, tmp_path):
+def test_what_was_stopped(capsys, monkeypatch, tmp_path):
     def stop(bench, problem, which):
         if which == TRAIN:
             raise KeyboardInterrupt
@@ -107,8 +112,8 @@ def test_json_of_what_was_stopped(capsys, monkeypatch, tmp_path):
     one_pass = bench_attn.Bench._one_pass
     monkeypatch.setattr(bench_attn.Bench, "_one_pass", stop)
     path = tmp_path / "figures.json"
-    with pytest.raises(KeyboardInterrupt):
-        bench(capsys, "--json", str(path), ways=["shift"])
+    status, out = bench(capsys, "--json", str(path), ways=["shift"])
+    assert status == 130 and "x faster" in line_of(out, "shift") and "forward+backward" not in out
     (result,) = json.loads(path.read_text())["results"]
     assert result["which"] == FORWARD and len(result["rows"]) == 2
 
@@ -129,24 +134,28 @@ def replace_shift(monkeypatch, attend, **options):
     monkeypatch.setattr(bench_attn, "RIVALS", (Way("shift", lambda problem: (attend, []), **options),))
 
 
+def right(*inputs):
+    return rel_attention(*inputs, backend="reference")
+
+
 def too_large(*inputs):
-    return rivals.shift(*inputs) * 1.001
+    return right(*inputs) * 1.001
 
 
 def too_far(q, k, v, r, u, w):
-    return rivals.shift(q, k, v, r.roll(1, 1), u, w)
+    return right(q, k, v, r.roll(1, 1), u, w)
 
 
 def not_a_number(*inputs):
-    return rivals.shift(*inputs) * float("nan")
+    return right(*inputs) * float("nan")
 
 
 def wrong_gradient(q, k, v, r, u, w):
-    return rivals.shift(q * 2 - q.detach(), k, v, r, u, w)
+    return right(q * 2 - q.detach(), k, v, r, u, w)
 
 
 def no_gradient(q, k, v, r, u, w):
-    return rivals.shift(q, k, v, r.detach(), u, w)
+    return right(q, k, v, r.detach(), u, w)
 
 
 @pytest.mark.parametrize("attend", [too_large, too_far, not_a_number])
@@ -218,12 +227,19 @@ def test_row_of_a_backend_that_is_missing(capsys):
     ("arguments", "message"),
     [
         (["--qlen", "41"], "--qlen: got 41, needs at most klen, 40"),
+        (["--pass", "decode", "--qlen", "7"], "--qlen: got 7, needs 1: --pass decode is of one query"),
         (["--klen", "0"], "argument --klen: got 0, needs more than 0"),
         (["--klen", "many"], "argument --klen: invalid int value: 'many'"),
         (["--rivals", "shift", "magic"], "--rivals: got magic, needs names from naive, published, shift"),
         (["--backends", "magic"], "--backends: got magic, needs names from reference, cpu"),
         (["--backends", "--rivals"], "--backends, --rivals: got no name, needs at least one"),
         (["--device", "tpu"], "--device: got tpu, needs cpu or cuda"),
+        (["--device", "cuda:x"], "--device: got cuda:x, needs cpu or cuda"),
+        (["--budget", "inf"], "argument --budget: got inf, needs a finite number"),
+        (["--budget", "nan"], "argument --budget: got nan, needs more than 0"),
+        (["--threads", "999999999999"], "argument --threads: got 999999999999, needs 1 to"),
+        (["--json", "x" * 300], f"argument --json: cannot write to {'x' * 300}: File name too long"),
+        (["--json", f"{'x' * 300}/y"], "argument --json: cannot write to /"),
         (["--d-head", "0"], "argument --d-head: got 0, needs 1 to 256"),
         (["--d-head", "300"], "argument --d-head: got 300, needs 1 to 256"),
         (["--json", "/no/such/folder/x.json"], "argument --json: cannot write to /no/such/folder"),
@@ -247,7 +263,7 @@ def test_bad_arguments(capsys, arguments, message):
     [
         (["--pass", "forward"], "the inputs do not fit"),
         (["--pass", "backward"], "the inputs and their gradients do not fit"),
-        (["--pass", "decode"], "the inputs do not fit"),
+        (["--pass", "decode", "--qlen", "1"], "the inputs do not fit"),
         (["--sweep", "4", str(10**12)], "the inputs do not fit"),
     ],
 )
@@ -302,6 +318,7 @@ def test_clamp_len_and_dtype(capsys):
 def test_defaults(monkeypatch):
     """Of a device: sizes, dtype, rivals."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(measure, "free_memory", lambda device: 2**40)
     for arguments, heads, dtype, first in (
         (["--device", "cpu"], 8, "float32", "naive"),
@@ -320,6 +337,145 @@ def test_help(capsys, main):
         main(["--help"])
     assert stop.value.code == 0
     assert "--repeat" in capsys.readouterr().out
+
+
+def test_a_number_of_a_cpu_is_none(monkeypatch):
+    assert bench_attn.parse(["--device", "cpu:0"]).device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        bench_attn.parse(["--device", "cuda:2"])
+
+
+def test_nothing_is_measured_twice(capsys):
+    """And a line of the plot goes from left to right."""
+    problems = bench_attn.problems(bench_attn.parse(["--sweep", "40", "20", "40"]))
+    assert [problem.klen for problem in problems] == [20, 40]
+    _, out = bench(capsys, "--pass", "forward", ways=[], backends=[OURS, OURS])
+    assert sum(line.startswith(OURS) for line in out.splitlines()) == 1
+
+
+def test_queries_that_are_cut_to_klen_are_said(capsys):
+    _, out = bench(capsys, "--pass", "forward", "--sweep", "8", "20", ways=[])
+    assert "--qlen 12 is more than klen 8: there it is cut" in out
+    _, out = bench(capsys, "--pass", "forward", "--sweep", "12", "20", ways=[])
+    assert "--qlen" not in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
+def test_output_that_nobody_reads(tmp_path):
+    """As of `| head`: no traceback, and the exit status that a shell gives for it."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "bench_attn.py"),
+        *TINY,
+        "--rivals",
+        "--pass",
+        "forward",
+    ]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    finally:
+        os.close(writer)
+    assert done.returncode == cli.READ_NO_FURTHER and "Error" not in done.stderr, done.stderr
+
+
+def test_a_command_that_is_stopped():
+    def stop():
+        raise KeyboardInterrupt
+
+    assert cli.run(stop) == 130
+    assert cli.run(lambda: 1) == 1
+
+
+# ---- Is it right ---------------------------------------------------------------------------------
+
+
+def mask_off_by_one(q, k, v, r, u, w):
+    """A key that comes next is seen too, with the row of distance 0."""
+    return reference(q, k, v, r, u, w, causal=False, window_size=(-1, 1), r_zero=r.shape[1] - 1)
+
+
+def last_rows_zero(*inputs):
+    out = right(*inputs)
+    return torch.cat([out[:, :, :-2], torch.zeros_like(out[:, :, -2:])], 2)
+
+
+def four_percent_more(*inputs):
+    return right(*inputs) * 1.04
+
+
+@pytest.mark.parametrize("which", [FORWARD, TRAIN])
+@pytest.mark.parametrize("attend", [mask_off_by_one, last_rows_zero, four_percent_more])
+def test_what_is_plainly_wrong_in_bfloat16(attend, which):
+    """At a size where each is a matter of some percent."""
+    problem = Problem(200, 600, heads=4, d_head=32, dtype="bfloat16")
+    error = error_of(attend, problem, which)
+    assert error.mistake("bfloat16", ours=True)
+    assert error_of(right, problem, which).mistake("bfloat16", ours=True) is None
+    if attend is last_rows_zero:  # no matter whose, and how few they are
+        assert error.row > 0.5 and "of a row" in Error(1e-3, error.row).mistake("bfloat16", ours=False)
+
+
+def error_of(attend, problem, which):
+    inputs = problem.inputs()
+    results = measure.attention_task(attend, problem, which, [inputs]).run()
+    return Truth(problem, which, inputs).error(results)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 1, heads=2, d_head=8),
+        Problem(2, 2, heads=2, d_head=8),
+        Problem(12, 40, heads=2, d_head=8, clamp_len=0),
+        Problem(100, 300, heads=2, clamp_len=0),
+        Problem(100, 300, heads=2, clamp_len=3),
+        Problem(100, 100, batch=2, heads=2, d_head=41),
+        Problem(128, 300, heads=1, d_head=128),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD])
+def test_what_is_right(problem, which, dtype):
+    """Also where gradients cancel to nothing."""
+    problem = replace(problem, dtype=dtype)
+    for name in {OURS, "reference"}:
+        attend, _ = rivals.ours(name).build(problem)
+        assert error_of(attend, problem, which).mistake(dtype, ours=True) is None, name
+
+
+def test_the_check_needs_little_memory(monkeypatch):
+    """However many keys there are; and its blocks are one whole."""
+    sizes = []
+
+    def attend(q, k, *others, **options):
+        sizes.append(q.shape[2] * k.shape[2])
+        return rel_attention(q, k, *others, **options)
+
+    problem = Problem(30, 50, heads=1, d_head=8)
+    whole = Truth(problem, TRAIN, problem.inputs()).expected()
+    monkeypatch.setattr("problem.CHECKED_BLOCK", 200)
+    monkeypatch.setattr("problem.rel_attention", attend)
+    for got, expected in zip(Truth(problem, TRAIN, problem.inputs()).expected()[0], whole[0], strict=True):
+        torch.testing.assert_close(got, expected)
+    assert len(sizes) > 5 and max(sizes) <= 200
+    monkeypatch.setattr("problem.CHECKED_BLOCK", 1)
+    Truth(problem, FORWARD, problem.inputs()).expected()
+
+
+def test_a_check_that_fails_is_no_fault_of_the_way(capsys, monkeypatch):
+    def fail(truth, position=True):
+        raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(Truth, "expected", fail)
+    status, out = bench(capsys, "--pass", "forward", ways=["shift"])
+    assert status == 0
+    reason = "not timed, for the float64 reference fails: RuntimeError: not enough memory"
+    assert reason in line_of(out, "shift") and reason in line_of(out, OURS)
 
 
 # ---- What the figures rest on --------------------------------------------------------------------
@@ -404,7 +560,8 @@ def test_measured_memory():
     problem = Problem(950, 1900, heads=2, d_head=16)
     (shift,) = (way for way in rivals.RIVALS if way.name == "shift")
     taken = rivals.extra_memory(shift, problem, [FORWARD, TRAIN])
-    assert 2 * problem.square_bytes() < taken[FORWARD] < taken[TRAIN] < 12 * problem.square_bytes()
+    for extra in taken.values():
+        assert 2 * problem.square_bytes() < extra < 12 * problem.square_bytes()
     if OURS == "cpu":
         taken = rivals.extra_memory(rivals.ours("cpu"), problem, [TRAIN])
         assert taken[TRAIN] < problem.square_bytes()
@@ -461,6 +618,19 @@ def test_figures_of_a_gpu(monkeypatch):
         must_reach.over_flash(problem, FORWARD)(2)
 
 
+def test_peers_that_cannot_run_are_named(monkeypatch):
+    problem = Problem(6, 20, heads=2, d_head=8)
+    monkeypatch.setattr(must_reach, "BACKEND", rivals.ours(OURS))
+    monkeypatch.setattr(must_reach, "HEADLINE", problem)
+    monkeypatch.setitem(must_reach.PEERS, "naive", Way("naive", lambda problem: (not_a_number, [])))
+    figure = must_reach.Figure("a figure", 0.0, "its speed", must_reach.speedup(FORWARD, "shift", "naive"))
+    line = must_reach.run(figure, 2)
+    assert line["verdict"] == "pass" and line["note"].startswith("naive: ArithmeticError: naive is WRONG")
+    (best,) = (figure for figure in must_reach.FIGURES if figure.name == "train over the best peer")
+    assert "sdpa-bias-compiled" in inspect.getclosurevars(best.value).nonlocals["names"]
+    assert "sdpa-bias" in must_reach.GPU_PEERS
+
+
 def test_a_way_is_refused_for_the_time_its_memory_takes():
     """A product that is fast says nothing about one that fills 15 GB first."""
     way = Way("wide", lambda problem: (not_a_number, []), needs=lambda problem, which: 2**20)
@@ -515,8 +685,9 @@ def failed(repeat):
     ("value", "at_least", "verdict", "status"),
     [
         (lambda repeat: 0.9, True, "pass", 0),
-        (lambda repeat: 0.7, True, "MISSED", 1),
-        (lambda repeat: 0.9, False, "MISSED", 1),
+        (lambda repeat: 0.7, True, "MISSED", 10),
+        (lambda repeat: 0.9, False, "MISSED", 10),
+        (lambda repeat: must_reach.Noted(0.9, "b: is WRONG"), True, "pass b: is WRONG", 0),
         (skipped, True, "skipped no such instruction", 0),
         (failed, True, "FAILED ArithmeticError: cpu is WRONG", 1),
     ],
@@ -577,6 +748,30 @@ def test_the_suite_for_gpus_without_one(arguments, status, message):
         command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
     )
     assert done.returncode == status and message in done.stdout + done.stderr
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+*get_device_name*) echo "a GPU" ;;
+*must_reach.py*) exit {missed} ;;
+*"--d-head 128 --json"*) exit {failed} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("failed", "status", "how"), [(0, 0, "ok"), (1, 1, "FAILED")])
+def test_the_suite_for_gpus_tells_targets_from_failures(tmp_path, failed, status, how):
+    """With a Python by a path from here, which has nothing to do."""
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON.format(missed=must_reach.MISSED, failed=failed))
+    python.chmod(0o755)
+    command = ["bash", ROOT / "benchmarks" / "gpu_suite.sh", "--benchmarks", "results"]
+    environment = {**os.environ, "PYTHON": "./python"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    summary = (tmp_path / "results" / "tables-benchmarks.txt").read_text()
+    assert "missed targets" in line_of(summary, "must_reach ")
+    assert how in line_of(summary, "attention-d128") and "ok" in line_of(summary, "attention-d64")
 
 
 @pytest.mark.skipif(OURS != "cpu", reason="the CPU backend is not built")
@@ -657,3 +852,20 @@ def test_layers_that_cannot_run_or_are_wrong(monkeypatch, results, timed, notes)
     assert [line.split()[0] for line in lines[2:]] == [*timed, *notes]
     for way, line in zip(timed, lines[2:], strict=False):  # ratios are to ours
         assert line.endswith("x") == (way != "ours" and "ours" in timed)
+
+
+@pytest.mark.parametrize(
+    ("weight", "note"),
+    [
+        ([1.0, 2.0], None),
+        ([1.0, 2.01], "WRONG: weight 2's gradient differs from theirs by 4.5e-03"),
+        (None, "WRONG: weight 2's gradient is missing here"),
+    ],
+)
+def test_gradients_of_weights_are_compared(weight, note):
+    """Those that are nothing but rounding are not, and neither are those that nobody has."""
+    x = torch.ones(3)
+    theirs = [x, None, torch.tensor([1.0, 2.0]), torch.tensor([1e-7, -2e-7])]
+    ours = [x, None, None if weight is None else torch.tensor(weight), torch.tensor([3e-7, 1e-7])]
+    assert bench_huggingface.mistake(ours, theirs) == note
+    assert bench_huggingface.mistake(theirs, theirs) is None

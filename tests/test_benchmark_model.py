@@ -277,6 +277,7 @@ def test_help_and_bad_arguments(capsys, main):
     for arguments, message in (
         (["--n-layer", "0"], "argument --n-layer: got 0, needs more than 0"),
         (["--d-head", "300"], "argument --d-head: got 300, needs 1 to 256"),
+        (["--d-model", "7"], "error: d_model must be even"),
         (["--json", "/no/such/folder/x.json"], "--json: cannot write to /no/such/folder"),
     ):
         with pytest.raises(SystemExit):
