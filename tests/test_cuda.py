@@ -37,6 +37,7 @@ from helpers import (
 )
 
 from txl_kernels import BackendUnavailable, cuda, gpu, registry, rel_attention
+from txl_kernels.registry import Inputs
 
 sys.path.insert(0, str(TESTS / "cuda_emulation"))
 import build_emulation
@@ -237,24 +238,27 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
 
 @emulated
 @pytest.mark.parametrize(
-    "L, splits, block",
+    "L, splits, dropout_p, block",
     [
-        (1, 7, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
-        (16, 3, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
-        (70, 2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
-        (70, 2, "WarpgroupBlock"),
+        (1, 7, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
+        (16, 3, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
+        (16, 3, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
+        (70, 2, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
+        (16, 3, 0.2, "WarpgroupBlock"),
+        (70, 2, 0.2, "WarpgroupBlock"),
     ],
 )
-def test_keys_shared_out(monkeypatch, tmp_path, L, splits, block):
+def test_keys_shared_out(monkeypatch, tmp_path, L, splits, dropout_p, block):
     """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
     monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
     monkeypatch.setattr(cuda, "PDL", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     monkeypatch.setattr(gpu, "key_splits", lambda inputs, at_once: splits)
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
-    check(CUDA, tensors, backward=False)
-    check(CUDA, tensors, backward=False, window_size=(100, -1), dropout_p=0.2, dropout_seed=1)
-    check(CUDA, tensors, backward=False, key_range=key_range((800, 800)))
+    dropout = dict(dropout_p=dropout_p, dropout_seed=1)
+    check(CUDA, tensors, backward=False, **dropout)
+    check(CUDA, tensors, backward=False, window_size=(100, -1), **dropout)
+    check(CUDA, tensors, backward=False, key_range=key_range((800, 800)), **dropout)
     ran = (tmp_path / "trace").read_text().splitlines()
     assert {block in line or "MergeKernel" in line for line in ran} == {True}
     assert sum("MergeKernel" in line for line in ran) == 3
@@ -335,6 +339,40 @@ def test_backend_none_takes_one_that_has_room(monkeypatch):
     assert registry.choose(None, device, bf16, 129).NAME == "cpu"
     assert registry.choose(None, device, f32, 64).NAME == "cuda"
     assert registry.choose(None, device, f32, 65).NAME == "cpu"
+
+
+@pytest.mark.parametrize(
+    "targets, capability, works",
+    [
+        ("sm_80 sm_90 sm_100 compute_80 sm_90a", (12, 0), True),
+        ("sm_80", (8, 6), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_90 sm_90a compute_90", (8, 0), False),
+        ("sm_90 sm_90a compute_90", (10, 3), True),
+        ("sm_100", (10, 3), True),
+        ("sm_90a", (9, 0), False),
+    ],
+)
+def test_a_library_that_was_compiled_for_other_gpus(monkeypatch, targets, capability, works):
+    """Its kernels by warpgroups alone are not all that a call needs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(cuda, "details", lambda: {"targets": targets})
+    problem = cuda._not_for.__wrapped__(torch.device("cuda"))
+    if works:
+        assert problem is None
+    else:
+        asked = "{}.{}".format(*capability)
+        assert f"compiled for {targets}, A GPU is sm_" in problem and f"LIST={asked}" in problem
+
+
+def test_more_blocks_than_a_grid_has():
+    q = torch.empty(1, 1, 1, 1).expand(2**16, 2**10, 2**9, 1)
+    with pytest.raises(
+        ValueError, match=r"q: got 67108864 heads of 512 queries; .* fewer than 2\*\*31 blocks"
+    ):
+        gpu.check_sizes("cuda", Inputs(q, q, q, q[0], None, None, None, None))
 
 
 @pytest.mark.parametrize("capability, first", [((8, 0), "triton"), ((9, 0), "cuda"), ((10, 0), "triton")])

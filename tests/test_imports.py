@@ -188,9 +188,12 @@ def test_a_bound_of_the_environment(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setenv("TXL_SLOPE_MIB", "256")
     assert gpu.slope_bytes(cpu) == 2**28
-    monkeypatch.setenv("TXL_SLOPE_MIB", "256M")
-    with pytest.raises(ValueError, match="TXL_SLOPE_MIB: got '256M', needs a number of MiB"):
-        gpu.slope_bytes(cpu)
+    monkeypatch.setenv("TXL_SLOPE_MIB", "")
+    assert gpu.slope_bytes(cpu) == 2**30
+    for wrong in ("256M", "-1", "8796093022208"):
+        monkeypatch.setenv("TXL_SLOPE_MIB", wrong)
+        with pytest.raises(ValueError, match=f"TXL_SLOPE_MIB: got '{wrong}', needs a number of MiB"):
+            gpu.slope_bytes(cpu)
     monkeypatch.setattr(gpu, "SLOPE_BYTES", 5)
     assert gpu.slope_bytes(cpu) == 5
 

@@ -17,6 +17,7 @@ from helpers import (
     each_dtype,
     f16,
     f32,
+    f64,
     inputs,
     key_range,
     randn_like,
@@ -24,6 +25,8 @@ from helpers import (
     rows_of_r,
     run,
 )
+
+from txl_kernels import gpu
 
 WINDOWS = [
     (dict(L=5, K=9), dict(window_size=(0, 0))),
@@ -161,6 +164,26 @@ def test_infinite_key_reaches_the_rows_that_see_it_alone(backend, dtype, L):
             if value > 0:
                 assert got["out"][0, 0, hit].isnan().all()
                 assert not got["lse"][0, 0, hit].isfinite().any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("L", [1, 40])
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
+def test_scores_of_minus_infinity(monkeypatch, backend, dtype, L, splits):
+    """They weigh nothing, however many tiles or splits of them a query sees. Of nothing else, no softmax
+    exists."""
+    monkeypatch.setattr(gpu, "key_splits", lambda inputs, at_once=4: splits)
+    K, huge = 400, {f64: -1e308, f16: -math.inf}.get(dtype, -2e38)  # 8 times that is -inf
+    tensors = inputs(B=1, H=1, L=L, K=K, D=16, dtype=dtype, device=backend.device)
+    tensors["q"][..., 3], tensors["bias_u"][:, 3] = 8.0, 0.0
+    want = run(backend, tensors, key_range=key_range((300, K), device=backend.device))
+    tensors["k"][:, :, :300, 3] = huge
+    got = run(backend, tensors)
+    for name in ("out", "lse"):
+        torch.testing.assert_close(got[name], want[name], rtol=0.02, atol=0.02)
+    tensors["k"][..., 3] = huge
+    got = run(backend, tensors)
+    assert got["out"].isnan().all() and not got["lse"].isfinite().any()
 
 
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))

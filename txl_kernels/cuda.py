@@ -4,12 +4,13 @@ TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/
 backend serves tensors on the CPU, slowly, every access to memory checked.
 
 On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
-than 16 queries. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as elsewhere.
+than 16 queries or dropout. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as
+elsewhere.
 TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: backward, too, if D is 33 to 64 or 97 to 128.
 That has not been timed, so it is off.
 
-TXL_CUDA_PDL=1, or PDL = True: for up to 16 queries (decode) of these dtypes and D, the kernel that joins what
-blocks found is launched while they work (programmatic dependent launch). Not timed either.
+TXL_CUDA_PDL=1, or PDL = True: for up to 16 queries (decode, no dropout) of these dtypes and D, the kernel
+that joins what blocks found is launched while they work (programmatic dependent launch). Not timed either.
 
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
 time as gpu.slope_bytes allows.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -65,8 +67,8 @@ def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     kind = "cpu" if _EMULATION else "cuda"
     if device.type != kind:
         return f"it needs tensors on {kind}, q is on {device}"
-    if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has less"
+    if kind == "cuda" and (problem := _not_for(device)):
+        return problem
     if dtype == torch.float32 and head_dim > _FLOAT32_HEAD:
         return f"it needs D <= {_FLOAT32_HEAD} in float32, q has {head_dim}; backend='triton' may serve it"
     widest = _WIDE_ROW // dtype.itemsize
@@ -87,6 +89,25 @@ def details() -> dict[str, str]:
         "warpgroups of backward": "on sm_90" if BACKWARD_WARPGROUPS else "off",
         "programmatic dependent launch": "of decode, on sm_90" if PDL else "off",
     }
+
+
+@functools.cache
+def _not_for(device: torch.device) -> str | None:
+    """Why the library has no code that the GPU runs; None if it has."""
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 or later, {name} has less"
+    targets = details()["targets"]
+    for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)\b", targets):
+        # Code runs on later parts of its generation; PTX on all that are later.
+        of = (int(major), int(minor))
+        if of <= capability and (kind == "compute" or of[0] == capability[0]):
+            return None
+    asked = "{}.{}".format(*capability)
+    return (
+        f"it was compiled for {targets}, {name} is sm_{asked.replace('.', '')}: build it again with "
+        f"TORCH_CUDA_ARCH_LIST={asked}"
+    )
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -66,15 +66,22 @@ def slope_bytes(device: torch.device) -> int:
     """
     if SLOPE_BYTES is not None:
         return SLOPE_BYTES
-    if (asked := os.environ.get("TXL_SLOPE_MIB")) is not None:
-        if not asked.isdecimal():
+    if asked := os.environ.get("TXL_SLOPE_MIB"):
+        if not (asked.isascii() and asked.isdecimal() and len(asked) < 12):
             raise ValueError(f"TXL_SLOPE_MIB: got {asked!r}, needs a number of MiB")
         return int(asked) << 20
     return 2**30 if device.type == "cpu" else min(2**30, _memory(device) // 32)
 
 
 def check_sizes(backend: str, inputs: Inputs) -> None:
-    """Sizes and distances are 32-bit numbers in the kernels."""
+    """Sizes and distances are 32-bit numbers in the kernels; so is the number of blocks, each of them of 16
+    queries at least."""
+    B, H, L, _ = inputs.q.shape
+    if B * H * -(-L // 16) >= 2**31:
+        raise ValueError(
+            f"q: got {B * H} heads of {L} queries; backend {backend!r} needs fewer than 2**31 blocks of 16 "
+            "queries: call it for parts of the batch"
+        )
     for name, x in (("k", inputs.k), ("r", inputs.r)):
         if x.shape[-2] >= _MAX_SIZE:
             raise ValueError(

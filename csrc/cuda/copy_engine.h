@@ -99,7 +99,7 @@ TXL_DEVICE void copy_box(uint32_t shared, const TensorMap& map, int channel, int
 inline int bind_context() {
   int device;
   const cudaError_t error = cudaGetDevice(&device);
-  return error != cudaSuccess ? error : cudaSetDevice(device);
+  return taken(error != cudaSuccess ? error : cudaSetDevice(device));
 }
 
 // Of a tensor that has_boxes, on a thread that has a context. Returns a cudaError_t.
@@ -108,11 +108,11 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t error = taken(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                                     cudaEnableDefault, &result));
 #else
     const cudaError_t error =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+        taken(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
 #endif
     const bool known = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return known ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found) : nullptr;

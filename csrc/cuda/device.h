@@ -416,6 +416,12 @@ __global__ void __launch_bounds__(K::kThreads, kLeastBlocks<K>)
   K::run(p);
 }
 
+// An error of the runtime, which would keep it otherwise, and report it of a later call.
+inline cudaError_t taken(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 // No blocks, no launch. On a host without CUDA: runs the emulation, returns 0 or throws std::runtime_error.
 template <class K>
 cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* stream,
@@ -426,7 +432,7 @@ cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Para
   if (shared_bytes > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
+    if (error != cudaSuccess) return taken(error);
   }
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -438,8 +444,7 @@ cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Para
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = pdl ? 1 : 0;
-  (void)cudaLaunchKernelEx(&config, entry<K>, p);
-  return cudaGetLastError();  // or torch would come upon it later
+  return taken(cudaLaunchKernelEx(&config, entry<K>, p));
 }
 
 #else  // the same on the host; what each function means is said above

@@ -60,7 +60,7 @@ struct ForwardKernel : private Block {
         params(x),
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
-        origin{-infinity(), -infinity()},
+        origin{lowest(), lowest()},
         total{},
         far_first{},
         far_last{},
@@ -197,7 +197,7 @@ struct ForwardKernel : private Block {
     Block::template add_values<kMasked>(
         acc, score, j0, [&](int n, int x) { return sees(j0, n, x); },
         [&](int n) {
-          make_weights<kMasked>(score[n]);
+          make_weights(score[n]);
           if constexpr (kDropout) drop(score[n], j0, n);
         });
   }
@@ -236,22 +236,18 @@ struct ForwardKernel : private Block {
     }
   }
 
-  // Scores become probabilities that lack the division by their sum.
-  template <bool kMasked>
+  // Scores become probabilities that lack the division by their sum. That of -inf is 0: no origin is -inf.
   TXL_DEVICE void make_weights(float (&score)[4]) {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
-      // So far a query may have seen nothing: -inf - -inf would be NaN.
-      const float from = kMasked && origin[y] == -infinity() ? 0.0f : origin[y];
       for (int x = 2 * y; x < 2 * y + 2; ++x) {
         // The difference first: of huge scores the products' rounding errors would be huge, too.
-        score[x] = exp2_fast((score[x] - from) * params.scale.scores);
+        score[x] = exp2_fast((score[x] - origin[y]) * params.scale.scores);
         total[y] += score[x];  // of the lane's own keys; summed up over lanes at the end
       }
     }
   }
 
-  // Not if both are -inf.
   TXL_DEVICE bool rises(float score, int y) const { return (score - origin[y]) * params.scale.scores > 8; }
 
   TXL_DEVICE void drop(float (&weight)[4], int j0, int n) const {
@@ -286,8 +282,9 @@ struct ForwardKernel : private Block {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
       const int of_block = query_of_lane(y), i = i0 + of_block;
       const bool any_seen = lo[y] < hi[y];
-      if (any_seen && total[y] == 0) total[y] = nan();  // every score is -inf: no softmax exists
-      const float factor = any_seen ? params.scale.kept / total[y] : 0.0f;
+      // Every score is -inf: no softmax exists, unless other splits have more; MergeKernel will see.
+      if (any_seen && total[y] == 0) (whole ? total[y] : origin[y]) = whole ? nan() : -infinity();
+      const float factor = any_seen && total[y] != 0 ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       float* const part = params.parts + row * p.D + column;
       TXL_UNROLL_GPU
@@ -320,9 +317,9 @@ struct ForwardKernel : private Block {
 template <typename Block, bool kDropout>
 constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 
-// out and lse of a query from its splits. A split that saw nothing has -inf and zeros. Far from zero the
-// difference of two lse would be far less precise than these two are.
-// kPdl: it may begin while they are made (programmatic dependent launch).
+// out and lse of a query from its splits. One that saw nothing has a total of 0 and weighs nothing; so has
+// one whose scores are all -inf, as its origin then is. Far from zero the difference of two lse would be far
+// less precise than these two are. kPdl: it may begin while they are made (programmatic dependent launch).
 template <typename E, bool kPdl>
 struct MergeKernel {
   using Params = ForwardParams<Forward>;
@@ -343,16 +340,15 @@ struct MergeKernel {
     const auto at = [](uint32_t base, int n) { return base + static_cast<uint32_t>(n) * 4; };
 
     if constexpr (kPdl) await_previous();
-    float largest = -infinity();
+    float origin = lowest();
     for (int n = thread; n < splits; n += kThreads)
-      largest = larger(largest, load_own(x.origin() + n * rows + row));
-    largest = of_block(of_warps, largest, [](float a, float b) { return larger(a, b); });
-    const float origin = largest == -infinity() ? 0.0f : largest;
+      origin = larger(origin, load_own(x.origin() + n * rows + row));
+    origin = of_block(of_warps, origin, [](float a, float b) { return larger(a, b); });
     float total = 0;
     for (int n = thread; n < splits; n += kThreads) {
-      const float weight = exp2_fast((load_own(x.origin() + n * rows + row) - origin) * x.scale.scores) *
-                           load_own(x.total() + n * rows + row);
-      store_shared(at(weights, n), weight);
+      const float own = load_own(x.origin() + n * rows + row);
+      const float weight = exp2_fast((own - origin) * x.scale.scores) * load_own(x.total() + n * rows + row);
+      store_shared(at(weights, n), own == -infinity() ? -0.0f : weight);
       total += weight;
     }
     total = of_block(of_warps + kWarps * 4, total, [](float a, float b) { return a + b; });
@@ -377,6 +373,9 @@ struct MergeKernel {
     }
     store_shared(at(sums, thread), sum);
     sync_threads();
+    if (total == 0)  // a query that sees no key, or scores of -inf alone: no softmax exists
+      for (int n = 0; n < splits; ++n)
+        if (bits<uint32_t>(load_shared<float>(at(weights, n))) != 0) total = nan();
     if (has && group == 0) {
       for (int n = 1; n < groups; ++n) sum += load_shared<float>(at(sums, n * width + d));
       store_global(x.t.out.at<E>(row / p.L / p.H, row / p.L % p.H, row % p.L) + d,
@@ -402,7 +401,8 @@ struct MergeKernel {
 
 // ---- Launch ----
 
-constexpr int kDecodeQueries = 16;  // up to so many, a block is one warp
+// Few queries: a block is one warp. With dropout they are trained on, which is not worth a kernel of its own.
+inline bool is_decode(const Problem& p) { return p.L <= 16 && p.dropout_p == 0; }
 
 // For a class of head dimensions. One warp alone waits for most of its time, so the tiles of decode are
 // small: shared memory has then room for twice as many blocks. float32, split into two, leaves no registers
@@ -427,13 +427,16 @@ struct WarpgroupKernels {
   static int decode(const ForwardParams<Forward>& params, void* stream);  // pdl, and more than one split
 };
 
-template <typename Block>
+template <typename Block, bool kDropout = false>
 int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, void* stream) {
-  using Plain = ForwardKernel<Block, false>;
-  using Dropping = ForwardKernel<Block, true>;
-  const int64_t blocks = Plain::blocks(params);
-  return params.p.dropout_p > 0 ? launch<Dropping>(blocks, Block::kSharedBytes, params, stream)
-                                : launch<Plain>(blocks, Block::kSharedBytes, params, stream);
+  using Kernel = ForwardKernel<Block, kDropout>;
+  return launch<Kernel>(Kernel::blocks(params), Block::kSharedBytes, params, stream);
+}
+
+template <typename Block>
+int launch_with_dropout(const ForwardParams<typename Block::ForwardTensors>& params, void* stream) {
+  return params.p.dropout_p > 0 ? launch_block<Block, true>(params, stream)
+                                : launch_block<Block>(params, stream);
 }
 
 template <typename E, bool kPdl>
@@ -445,13 +448,13 @@ int launch_merge(const ForwardParams<Forward>& params, void* stream) {
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
 int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
-  if (params.p.L <= kDecodeQueries) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
+  if (is_decode(params.p)) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
     if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
   }
 #endif
-  return launch_block<ForwardBlock<E, kHead, 4>>(params, stream);
+  return launch_with_dropout<ForwardBlock<E, kHead, 4>>(params, stream);
 }
 
 // parts: [splits, B * H * L * (D + 2)], or null for one split. pdl: as of txl::cuda::forward.
@@ -463,7 +466,7 @@ int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_se
                                       splits, split_keys, parts,        heads_together(p, sizeof(E))};
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
-    if (pdl && p.L <= kDecodeQueries && splits > 1)
+    if (pdl && is_decode(p) && splits > 1)
       return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::decode(params, stream);
   }
 #endif

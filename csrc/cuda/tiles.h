@@ -20,6 +20,7 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 TXL_DEVICE float infinity() { return bits<float>(0x7f800000u); }
 TXL_DEVICE float nan() { return bits<float>(0x7fffffffu); }
+TXL_DEVICE float lowest() { return bits<float>(0xff7fffffu); }  // that is finite
 
 template <typename T>
 TXL_HD T smaller(T a, T b) {

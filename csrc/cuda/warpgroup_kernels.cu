@@ -33,7 +33,7 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
     if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
     if (error) return error;
   }
-  return launch_block<WarpgroupBlock<E, kHead>>(x, stream);
+  return launch_with_dropout<WarpgroupBlock<E, kHead>>(x, stream);
 }
 
 template <typename E, int kHead>

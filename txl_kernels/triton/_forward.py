@@ -9,6 +9,7 @@ import triton.language as tl
 from txl_kernels.triton.tiles import (
     LN_2,
     LOG2_E,
+    LOWEST,
     Problem,
     accumulate,
     add_bias,
@@ -43,12 +44,9 @@ def _attend(
     score, scale = to_base_2(score, p, NEGATIVE)
     if EDGE:
         score = tl.where(seen, score, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(score, 1))
-    base = new_largest
-    if EDGE:  # so far a query may have seen nothing: -inf - -inf would be NaN
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weight = tl.exp2((score - base[:, None]) * scale)
-    decay = tl.exp2((largest - base) * scale)
+    new_largest = tl.maximum(largest, tl.max(score, 1))  # finite from the start: -inf - -inf would be NaN
+    weight = tl.exp2((score - new_largest[:, None]) * scale)
+    decay = tl.exp2((largest - new_largest) * scale)
     total = total * decay + tl.sum(weight, 1)
     acc = acc * decay[:, None]
     if DROPOUT:
@@ -108,7 +106,7 @@ def forward_kernel(
     lo_i, hi_i = keys_of_query(p, lo, hi, i)
     begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
 
-    largest = tl.full([BM], float("-inf"), tl.float32)
+    largest = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
 
@@ -158,13 +156,16 @@ def forward_kernel(
         )
 
     any_seen = lo_i < hi_i
-    total = tl.where(any_seen & (total == 0), float("nan"), total)  # every score is -inf: no softmax exists
-    weight = p.dropout_scale / tl.where(any_seen, total, 1.0)
+    # Every score is -inf: no softmax exists, unless other splits have more; `merge_kernel` will see.
+    nothing = any_seen & (total == 0)
+    total = tl.where(nothing & (splits == 1), float("nan"), total)
+    largest = tl.where(nothing & (splits > 1), float("-inf"), largest)
+    weight = p.dropout_scale / tl.where(total == 0, 1.0, total)
     entry = split * p.B + b
     store_rows(at(out, entry, h), out.row, i0, y, i < p.L, acc * weight[:, None], D, BD)
     row = (entry.to(tl.int64) * p.H + h) * p.L + i
     _, scale = to_base_2(largest, p, False)
-    lse_i = largest * scale * LN_2 + tl.log(tl.where(any_seen, total, 1.0))
+    lse_i = largest * scale * LN_2 + tl.log(tl.where(total == 0, 1.0, total))
     lse_i = tl.where(any_seen, lse_i, float("-inf"))
     tl.store(lse + row, tl.where(splits > 1, largest, lse_i), mask=i < p.L)
     tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
@@ -178,8 +179,8 @@ def merge_kernel(
     """out and lse of one query from its splits. Far from zero the difference of two lse would be far less
     precise than largest and total are.
 
-    part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]. scale: of the largest, not
-    negative. BS >= splits.
+    part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]; the largest score is -inf
+    where all are that were seen. scale: of the largest, not negative. BS >= splits.
     """
     program = tl.program_id(0)
     i = program % L
@@ -191,18 +192,18 @@ def merge_kernel(
     exist = split < splits
     entry = (split * B + b).to(tl.int64)
     row = (entry * H + h) * L + i
-    largest = tl.load(largest_and_total + row, mask=exist, other=float("-inf"))
+    largest = tl.load(largest_and_total + row, mask=exist, other=LOWEST)
     totals = tl.load(largest_and_total + splits.to(tl.int64) * B * H * L + row, mask=exist, other=0.0)
-    base = tl.max(largest, 0)
-    base = tl.where(base == float("-inf"), 0.0, base)
+    base = tl.maximum(tl.max(largest, 0), LOWEST)
     scale *= LOG2_E
     weight = tl.exp2((largest - base) * scale) * totals
     total = tl.sum(weight, 0)
+    total = tl.where((total == 0) & (tl.min(largest, 0) == float("-inf")), float("nan"), total)
     pointers = (
         part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
     )
     tile = tl.load(pointers, mask=exist[:, None] & (d < D)[None, :], other=0.0)  # [BS, BD]
-    # A split that saw nothing has weight 0 and zeros. total is 0 only if none saw any.
+    # A split that saw nothing, or scores of -inf alone, has weight 0 and zeros. total is 0 if none saw any.
     acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
     tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * scale * LN_2 + tl.log(total))

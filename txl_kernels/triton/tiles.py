@@ -14,6 +14,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32's finite numbers
 
 # ---- The problem -------------------------------------------------------------------------------------------
 
