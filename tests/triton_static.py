@@ -86,10 +86,10 @@ class Case:
         return ("far", "near", "edge") if full else ("near", "edge")
 
     def __str__(self) -> str:
-        BM, BN, num_warps, num_stages = self.tile
+        BM, BN, num_warps, num_stages, again = self.tile
         return (
-            f"{self.kernel} {TYPES[self.dtype]} D={self.D} {arch_name(self.arch)} {BM}x{BN} "
-            f"{num_warps} warps {num_stages} stages{' all options' if self.full else ''}"
+            f"{self.kernel}{' again' * again} {TYPES[self.dtype]} D={self.D} {arch_name(self.arch)} "
+            f"{BM}x{BN} {num_warps} warps {num_stages} stages{' all options' if self.full else ''}"
         )
 
 
@@ -362,11 +362,12 @@ def compiled(case: Case) -> Any:
         DROPOUT=case.full,
         BM=case.tile.BM,
         BN=case.tile.BN,
+        AGAIN=case.tile.again,
     )
     kernel = KERNELS[case.kernel]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    options = {name: n for name, n in case.tile.options(case.arch).items() if name not in ("BM", "BN")}
-    return _compile(_source(kernel, case.dtype, constants, part=decode), case.arch, options)
+    source = _source(kernel, case.dtype, constants, part=decode)
+    return _compile(source, case.arch, case.tile.options(case.arch))
 
 
 def report(case: Case) -> Report:
@@ -432,7 +433,7 @@ def per_pair(case: Case, result: Report) -> float:
 
 def reason(case: Case) -> str:
     """Why a tile is in the list though its near loop spills."""
-    BM, BN, num_warps, _ = case.tile
+    BM, BN, num_warps = case.tile[:3]
     lanes = num_warps * (32 if isinstance(case.arch, int) else 64)
     rows = {"forward": BM, "decode": BM, "dq": 2 * BM, "dk_dv": 2 * BN, "dr": BN}[case.kernel]
     accumulators = max(1, rows * configs.block_of_head(case.D) // lanes)
@@ -446,8 +447,8 @@ def reason(case: Case) -> str:
 
 
 def _row(case: Case, result: Report | str) -> str:
-    BM, BN, num_warps, num_stages = case.tile
-    name = f"{case.kernel} | {BM} x {BN} | {num_warps} | {num_stages}"
+    BM, BN, num_warps, num_stages, again = case.tile
+    name = f"{case.kernel}{' again' * again} | {BM} x {BN} | {num_warps} | {num_stages}"
     if isinstance(result, str):
         return f"| {name} | does not compile: {result.splitlines()[0][:80]} |"
     near, edge = result.loops["near"], result.loops["edge"]

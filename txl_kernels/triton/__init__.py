@@ -96,11 +96,7 @@ def _arch() -> int | str | None:
 
 @functools.cache
 def _tuner(name: str, tiles: tuple[Tile, ...], arch: int | str | None) -> Any:
-    choices = []
-    for tile in tiles:
-        options = tile.options(arch)
-        sizes = {size: options.pop(size) for size in ("BM", "BN")}
-        choices.append(triton.Config(sizes, **options))
+    choices = [triton.Config(tile.constants, **tile.options(arch)) for tile in tiles]
     return triton.autotune(choices, key=["D", "CLAMP", "DROPOUT"], cache_results=True)(KERNELS[name])
 
 
@@ -145,11 +141,12 @@ def _launch(
         tuner = _tuner(name, tiles, arch)
         tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
         best = tuner.best_config
-        tile = Tile(best.kwargs["BM"], best.kwargs["BN"], best.num_warps, best.num_stages)
+        chosen = (best.kwargs, best.num_warps, best.num_stages)
+        tile = next(t for t in tiles if (t.constants, t.num_warps, t.num_stages) == chosen)
         _tuned[key] = tile
     # After the tuner too: Triton keeps its code by the options' order, among others, and would load it once
     # more for the next call, which a CUDA graph may be capturing: no code can be loaded then.
-    KERNELS[name][grid(tile)](*args, **constants, **tile.options(arch), **_FUSED)
+    KERNELS[name][grid(tile)](*args, **constants, **tile.constants, **tile.options(arch), **_FUSED)
     return tile
 
 

@@ -249,9 +249,11 @@ def dq_kernel(
     B, H, L, K, N, r_zero, window_left, window_right, scale, dropout_threshold, dropout_scale,
     first_b, batches, first_h, heads, first_i, end_i,
     D: tl.constexpr, BD: tl.constexpr, HAS_RANGE: tl.constexpr, CLAMP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
     """dq of BM queries.
+
+    AGAIN: dS of near tiles is read once more for the band, each row one key further, and not moved.
 
     parts [B, H, blocks of queries, 4, D], float32: sums over the block of the content part of dq, of its
     position part, and of what its clamped pairs add to the first and to the last row of dr.
@@ -275,6 +277,7 @@ def dq_kernel(
     r_rows = at(r, b, h)
     rows, columns = slopes_of(slopes, p, chunk, b, h)
     tile = tile_of_slopes(rows, columns, i0, y, 0, x, 0)
+    tile_again = tile_of_slopes(rows, columns, i0, y, 1 - BM, x, 1)
     lo, hi = keys_of_batch(p, key_range, b, HAS_RANGE)
     lo_i, hi_i = keys_of_query(p, lo, hi, i)
     begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
@@ -309,8 +312,14 @@ def dq_kernel(
         ds = tl.load(tile + j0)
         content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), content)
         r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, j0), D, BD, BN)
-        place = accumulate(skew(carry, ds, BN - first, BN), r_tile, place)
-        carry = ds
+        if AGAIN:
+            moved = tl.load(tile_again + j0)
+        else:
+            moved = skew(carry, ds, BN - first, BN)
+            carry = ds
+        place = accumulate(moved, r_tile, place)
+    if AGAIN:
+        carry = tl.load(tile + (near_1 - BN), mask=some[None, :], other=0.0)
     r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_1), D, BD, BN)
     place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
 

@@ -12,6 +12,9 @@ K 4096, causal).
 * dk_dv loads no tile ahead by default: a multiprocessor then has room for two blocks, one of which works
   while the other waits. dq and dr compute little and wait for dS: they load one or two tiles ahead where
   registers and shared memory leave room for two blocks of four warps, or for one of eight.
+* dq needs dS twice, for the keys and, moved, for the band. To read it a second time, each row one key further
+  (`again`), issues up to a third fewer instructions and waits for nobody's shared memory, but reads more from
+  L1 and L2. It has not been timed, so it is a runner-up.
 * What a loop of the others issues per pair decides: a warp that holds more of a tile issues fewer
   instructions for it, even where it spills a few registers. So the defaults are those of few instructions per
   pair whose accesses to local memory are at most a quarter of the loop, and the runners-up are candidates.
@@ -33,10 +36,17 @@ class Tile(NamedTuple):
     BN: int  # keys, or rows of r
     num_warps: int
     num_stages: int
+    again: bool = False  # dq alone: dS is read once more for the band, not moved
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {"BM": self.BM, "BN": self.BN, **({"AGAIN": True} if self.again else {})}
 
     def options(self, arch: int | str | None) -> dict[str, int]:
         """What a launch takes. maxnreg: left alone, ptxas sometimes settles on 32 registers and spills."""
-        return self._asdict() if not isinstance(arch, int) else {**self._asdict(), "maxnreg": 255}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if not isinstance(arch, int) else {**options, "maxnreg": 255}
 
 
 KERNELS = ("forward", "decode", "dq", "dk_dv", "dr")
@@ -54,8 +64,8 @@ _HOPPER = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
-        128: [Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)],
+        64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, again=True)],
+        128: [Tile(64, 64, 8, 2), Tile(64, 64, 8, 3, again=True)],
         256: [Tile(64, 64, 8, 1), Tile(32, 32, 4, 3)],
     },
     "dk_dv": {
@@ -80,8 +90,8 @@ _AMPERE = {
         256: [Tile(16, 32, 8, 2)],
     },
     "dq": {
-        64: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(32, 32, 4, 3)],
-        128: [Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 3)],
+        64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, again=True), Tile(32, 64, 4, 3)],
+        128: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, again=True), Tile(32, 64, 4, 2)],
         256: [Tile(32, 32, 4, 3), Tile(32, 64, 4, 2)],
     },
     "dk_dv": {
@@ -104,8 +114,8 @@ _AMD = {
     },
     "decode": {64: [Tile(16, 64, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 32, 4, 1)]},
     "dq": {
-        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 2)],
-        128: [Tile(64, 64, 4, 1), Tile(32, 64, 4, 2)],
+        64: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 1, again=True)],
+        128: [Tile(64, 64, 4, 1), Tile(64, 64, 4, 1, again=True)],
         256: [Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)],
     },
     "dk_dv": {
@@ -148,7 +158,7 @@ def candidates(kernel: str, D: int, itemsize: int, arch: int | str | None) -> tu
     for Triton's interpreter.
     """
     if arch is None:
-        return (_INTERPRETED,)
+        return (_INTERPRETED if kernel == "dq" else _INTERPRETED._replace(again=False),)
     if isinstance(arch, str):
         table = _AMD_FLOAT32 if itemsize == 4 else _AMD
     elif itemsize == 4:
