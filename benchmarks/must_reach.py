@@ -35,7 +35,7 @@ HEADLINE = SHAPES["headline"]
 BACKEND, GPU_BACKEND, CUDA_BACKEND = ours("cpu"), ours("triton"), ours("cuda")
 PEERS = {way.name: way for way in (*RIVALS, CUDA_BACKEND)}
 FLOOR = "sdpa-no-position"
-GPU_TARGETS = {"flex-compiled": 2.5, "shift-compiled": 8, "sdpa-bias": 4}  # speed over theirs
+GPU_TARGETS = {"flex-compiled": 2.5, "shift-compiled": 8}  # speed over theirs
 GPU_PEERS = (FLOOR, *GPU_TARGETS)
 
 PATIENCE = 20.0  # seconds after which a peer has been sampled enough
