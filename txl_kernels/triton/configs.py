@@ -14,7 +14,7 @@ K 4096, causal).
   registers and shared memory leave room for two blocks of four warps, or for one of eight.
 * dq needs dS twice, for the keys and, moved, for the band. To read it a second time, each row one key further
   (`again`), issues up to a third fewer instructions and waits for nobody's shared memory, but reads more from
-  L1 and L2. It has not been timed, so it is a runner-up.
+  L1 and L2. It has not been timed, so it is a runner-up, but where moving dS spills (Ampere, D 128).
 * What a loop of the others issues per pair decides: a warp that holds more of a tile issues fewer
   instructions for it, even where it spills a few registers. So the defaults are those of few instructions per
   pair whose accesses to local memory are at most a quarter of the loop, and the runners-up are candidates.
@@ -91,7 +91,7 @@ _AMPERE = {
     },
     "dq": {
         64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, again=True), Tile(32, 64, 4, 3)],
-        128: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, again=True), Tile(32, 64, 4, 2)],
+        128: [Tile(64, 64, 4, 2, again=True), Tile(32, 64, 4, 2), Tile(32, 32, 4, 3)],
         256: [Tile(32, 32, 4, 3), Tile(32, 64, 4, 2)],
     },
     "dk_dv": {
