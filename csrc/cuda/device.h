@@ -416,11 +416,13 @@ __global__ void __launch_bounds__(K::kThreads, kLeastBlocks<K>)
   K::run(p);
 }
 
+#if !defined(__CUDACC_RTC__)  // which has no host
 // An error of the runtime, which would keep it otherwise, and report it of a later call.
 inline cudaError_t taken(cudaError_t error) {
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }
+#endif
 
 // No blocks, no launch. On a host without CUDA: runs the emulation, returns 0 or throws std::runtime_error.
 template <class K>
@@ -430,9 +432,9 @@ cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Para
   if (blocks == 0) return cudaSuccess;
   if (blocks < 0 || blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return taken(error);
+    const cudaError_t error = taken(cudaFuncSetAttribute(
+        entry<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
