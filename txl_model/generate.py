@@ -89,12 +89,12 @@ def generate(
     draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
 
     def choose(logits: Tensor) -> Tensor:
-        likeliest = logits[:, :n_symbols].max(-1)
+        logits = logits[:, :n_symbols]
+        likeliest = logits.max(-1)
         tokens = likeliest.indices
         if temperature > 0:
             uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
-            uniform = uniform.to(logits.device)
-            tokens = sample(logits[:, :n_symbols], uniform, temperature, top_k, top_p)
+            tokens = sample(logits, uniform.to(logits.device), temperature, top_k, top_p)
         return tokens.where(likeliest.values.isfinite(), _NO_TOKEN)
 
     longest = max(len(row) for row in rows)
