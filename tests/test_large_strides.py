@@ -66,6 +66,20 @@ def test_one_dimension_spread_out(backend, dtype, sizes, name, dim):
     assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_many_rows_of_few_channels_spread_out(backend, name):
+    """Of 256 rows none is so far from the next one that a kernel with tiles of 128 would need a copy."""
+    tensors = inputs(B=1, H=1, L=256, K=256, D=8, device=backend.device)
+    dout = randn_like(tensors["q"])
+    expected = run(backend, tensors, dout)
+    if name == "dout":
+        got = run(backend, tensors, spread(dout, 2))
+    else:
+        got = run(backend, dict(tensors, q=spread(tensors["q"], 2)), dout)
+    assert_same_bits(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [f32, bf16])
 @pytest.mark.parametrize("backend", each_fused())
 def test_offset_into_a_large_storage(backend, dtype):

@@ -9,11 +9,15 @@ Without that variable this file runs itself that way, in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy
@@ -292,6 +296,24 @@ def test_keys_and_batch_shared_out(monkeypatch, L, dtype):
     check(TRITON, tensors, key_range=ranges)
 
 
+@interpreted
+@pytest.mark.parametrize("L", [1, 20])
+def test_more_splits_than_are_merged_at_a_time(monkeypatch, L):
+    monkeypatch.setattr(gpu, "key_splits", lambda inputs: 20)
+    assert configs.merged(256, 20) == {"BS": 32, "BT": 16}
+    tensors = inputs(B=2, H=1, L=L, K=2500, D=200, N=50)
+    check(TRITON, tensors, key_range=key_range((0, 2500), (1800, 2400)), backward=False)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46, -1e-46, 5e-324, -1e-300, 1e-29, -2.0])
+def test_a_scale_that_float32_does_not_have_is_the_smallest_that_counts(scale):
+    q = torch.empty(1, 1, 1, 4)
+    of = Inputs(q, q, q, q[0], None, None, None, None)
+    problem, constants = backend._problem(of, Options(True, -1, -1, 0, scale, 0.0))
+    assert abs(problem.scale) == max(abs(scale), 1e-30) and ctypes.c_float(problem.scale).value != 0
+    assert constants["NEGATIVE"] == (problem.scale < 0) == (scale < 0)
+
+
 @pytest.mark.parametrize(
     "B, L, K, splits",
     [
@@ -382,12 +404,17 @@ def test_the_same_bits_every_time(monkeypatch):
 class Launches:
     """Stands for a kernel, and for a tuner of it that finds the last candidate best."""
 
+    arg_names = ("D", "CLAMP", "BM", "BN")
+
     def __init__(self, tiles_tried):
-        self.calls, self.tuned, self.tiles_tried = [], 0, tiles_tried
+        self.calls, self.tuned, self.tiles_tried, self.room = [], 0, tiles_tried, True
 
     def __getitem__(self, grid):
         def launch(*args, **options):
             if callable(grid):
+                if not self.room:
+                    raise torch.OutOfMemoryError("what the tuner takes")
+                time.sleep(0.01)
                 self.tuned += 1
                 tile = self.tiles_tried[-1]
                 grid({"BM": tile.BM, "BN": tile.BN})
@@ -407,7 +434,7 @@ def launches(monkeypatch):
     candidates = [Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2, again=True)]
     fake = Launches(candidates)
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    monkeypatch.setattr(backend, "_arch", lambda: 90)
+    monkeypatch.setattr(backend, "_arch", lambda device: 90)
     monkeypatch.setattr(backend, "_tuned", {})
     monkeypatch.setattr(backend, "_tuner", lambda *args: fake)
     monkeypatch.setitem(backend.KERNELS, "dq", fake)
@@ -417,18 +444,74 @@ def launches(monkeypatch):
     return fake
 
 
+Q = torch.empty(0, dtype=f16)
+DEFAULT, FASTEST = Tile(64, 64, 4, 2), Tile(32, 32, 4, 2, again=True)
+
+
 def launch(pairs):
-    return backend._launch("dq", f16, pairs, lambda tile: (tile.BM,), D=64, CLAMP=False, DROPOUT=False)
+    return backend._launch("dq", Q, pairs, lambda tile: (tile.BM,), D=64, CLAMP=False)
 
 
 def test_the_first_large_call_is_tuned(launches):
-    candidate = Tile(32, 32, 4, 2, again=True)
-    assert launch(1000) == Tile(64, 64, 4, 2)  # too small to tell
-    assert launch(2**30) == candidate
+    assert launch(1000) == DEFAULT  # too small to tell
+    assert launch(2**30) == FASTEST
     # Launched once more as later calls launch it, whose code is then there, for CUDA graphs too.
     assert launches.tuned == 1 and launches.calls == [(64, False), (32, True)]
-    assert launch(2**30) == launch(1000) == candidate
-    assert launches.tuned == 1 and launches.calls == [(64, False), (32, True), (32, True), (32, True)]
+    assert launch(2**30) == FASTEST and launches.tuned == 1
+    assert launch(1000) == DEFAULT, "the same call gives the same bits, before and after"
+    assert launches.calls[2:] == [(32, True), (64, False)]
+
+
+def test_threads_measure_one_after_the_other(launches):
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(launch, [2**30] * 8)) == [FASTEST] * 8
+    assert launches.tuned == 1
+
+
+def test_deterministic_algorithms_are_not_measured(launches):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert launch(2**30) == DEFAULT and launches.tuned == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_without_memory_to_measure_with_the_default_runs(launches):
+    launches.room = False
+    assert launch(2**30) == DEFAULT and not backend._tuned
+    launches.room = True
+    assert launch(2**30) == FASTEST
+
+
+@pytest.mark.parametrize("name", backend.KERNELS)
+def test_a_tuner_is_told_arguments_of_its_kernel_alone(name):
+    """Triton from 3.9 on refuses others."""
+    key = backend._tuning_key(name)
+    assert key[0] == "D" and set(key) <= set(backend.KERNELS[name].arg_names)
+    if not INTERPRET:
+        tuner = backend._tuner(name, configs.candidates(name, 64, 2, 90), 90)
+        assert tuner.keys == key and tuner.fn is backend.KERNELS[name]
+
+
+def test_each_gpu_has_its_own_tiles(monkeypatch):
+    device = []  # the current one
+
+    class Current(contextlib.nullcontext):
+        def __enter__(self):
+            device.append(self.enter_result.index)
+
+        def __exit__(self, *error):
+            device.pop()
+
+    def target():
+        return SimpleNamespace(arch=(90, 86)[device[-1]])
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "current", Current)
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    of = backend._arch.__wrapped__
+    assert [of(torch.device("cuda", n)) for n in (1, 0, 1)] == [86, 90, 86]
 
 
 def test_autotune_off_pins_the_default(launches, monkeypatch):
@@ -464,6 +547,17 @@ def test_without_a_gpu():
     q = torch.randn(1, 1, 2, 4)
     with pytest.raises(BackendUnavailable, match=r"no GPU.*TRITON_INTERPRET=1"):
         rel_attention(q, q, q, q[0], backend="triton")
+
+
+def test_a_triton_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(backend, "_VERSION", (3, 5))
+    assert re.match(r"it needs Triton 3.6 or later, this is \d.*pip install", backend.unavailable())
+
+
+@compiled
+def test_an_interpreter_that_was_asked_for_too_late(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    assert "set it before Python starts" in backend.unavailable()
 
 
 @interpreted

@@ -227,9 +227,10 @@ def test_no_exponent_is_the_result_of_a_fused_multiply_add():
         assert exponents == expected.get(case.kernel, set()), str(case)  # dq and dr take dS from memory
 
 
-def test_merge_compiles():
-    result = static.merge_report(bf16, 64, 30, 90)
-    assert result.spills == 0
+@pytest.mark.parametrize("D, splits", [(64, 30), (64, 528), (128, 264), (256, 132)])
+def test_merge_spills_nothing(D, splits):
+    result = static.merge_report(bf16, D, splits, 90)
+    assert result.spills == 0 and result.registers <= 64
 
 
 def test_a_head_dimension_that_8_and_not_16_divides():

@@ -376,9 +376,9 @@ def report(case: Case) -> Report:
 
 
 def merge_report(dtype: torch.dtype, D: int, splits: int, arch: Arch) -> Report:
-    """The kernel that joins the splits of a decode call. It has no loop."""
-    constants = dict(D=D, BD=configs.block_of_head(D), BS=triton.next_power_of_2(splits))
-    return _read(_compile(_source(merge_kernel, dtype, constants, part=False), arch, {}), ())
+    """The kernel that joins the splits of a decode call."""
+    constants = dict(D=D, BD=configs.block_of_head(D), **configs.merged(D, splits))
+    return _read(_compile(_source(merge_kernel, dtype, constants, part=False), arch, {}), ("splits",))
 
 
 def _attempt(case: Case) -> Report | str:

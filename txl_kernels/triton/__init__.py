@@ -7,14 +7,16 @@ logic, without a GPU. In float32 and float16: in bfloat16 the interpreter comput
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import threading
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from txl_kernels import gpu, philox
 from txl_kernels.registry import (
@@ -35,7 +37,9 @@ from txl_kernels.triton.configs import Tile
 from txl_kernels.triton.tiles import Problem, View
 
 NAME = "triton"
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_OLDEST = (3, 6)
+INTERPRETED = _VERSION >= _OLDEST and bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
 KERNELS = {
@@ -45,7 +49,7 @@ KERNELS = {
     "dk_dv": dk_dv_kernel,
     "dr": dr_kernel,
 }
-_MAX_ROW_STRIDE = 2**24  # of a tile's 2 * 64 rows, whose offsets are 32-bit numbers
+_MAX_ROW_STRIDE = 2**31 // configs.LARGEST  # of a tile's rows, whose offsets are 32-bit numbers
 # A multiply and an add in one instruction. From Triton 3.10 on the default is not to; 3.9 warns of it.
 _FUSED = {"enable_fp_fusion": True}
 # Score pairs of a call from which on it is worth measuring tiles.
@@ -54,9 +58,10 @@ _TUNE_PAIRS = 2**26
 
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < (3, 6):
+    if _VERSION < _OLDEST:
         return f"it needs Triton 3.6 or later, this is {triton.__version__}; pip install --upgrade triton"
+    if INTERPRETED and isinstance(tl.cdiv, triton.JITFunction):
+        return "TRITON_INTERPRET=1 was set after Triton had been imported: set it before Python starts"
     if not INTERPRETED and not torch.cuda.is_available():
         return (
             "torch sees no GPU (torch.cuda.is_available() is False); with TRITON_INTERPRET=1 in the "
@@ -90,21 +95,31 @@ def details() -> dict[str, str]:
 
 
 @functools.cache
-def _arch() -> int | str | None:
-    return None if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+def _arch(device: torch.device) -> int | str | None:
+    if INTERPRETED:
+        return None
+    with gpu.current(device):
+        return triton.runtime.driver.active.get_current_target().arch
 
 
-@functools.cache
+def _tuning_key(name: str) -> list[str]:
+    """What the best tile depends on, of the kernel's arguments; D comes first."""
+    return [n for n in ("D", "CLAMP", "DROPOUT") if n in KERNELS[name].arg_names]
+
+
 def _tuner(name: str, tiles: tuple[Tile, ...], arch: int | str | None) -> Any:
+    """One for each time: while it measures it holds the arguments."""
     choices = [triton.Config(tile.constants, **tile.options(arch)) for tile in tiles]
-    return triton.autotune(choices, key=["D", "CLAMP", "DROPOUT"], cache_results=True)(KERNELS[name])
+    return triton.autotune(choices, key=_tuning_key(name), cache_results=True)(KERNELS[name])
 
 
 _tuned: dict[tuple[Any, ...], Tile] = {}
+_tuning = threading.Lock()  # autograd has a thread for each GPU
 
 
 def tuned() -> list[str]:
-    """The tiles that were measured and chosen in this process, a line each. Other calls took the defaults."""
+    """The tiles that the tuner chose in this process, a line each: by measuring, or by what it has kept of
+    earlier processes' measurements. Other calls took the defaults."""
     return [
         f"{kernel} {str(dtype).removeprefix('torch.')} D {D}: {tile}"
         for (kernel, dtype, _, D, *_), tile in _tuned.items()
@@ -113,7 +128,7 @@ def tuned() -> list[str]:
 
 def _launch(
     name: str,
-    dtype: torch.dtype,
+    q: Tensor,
     pairs: int,
     grid: Any,
     *args: Any,
@@ -122,32 +137,33 @@ def _launch(
 ) -> Tile:
     """Launches the kernel for a grid, a function of the Tile; returns the one it ran with.
 
-    The first call that is large enough measures the candidates; not while a CUDA graph is captured. fixed:
-    the tile that it is to run with, if that matters.
+    Calls that are large enough take the best of the candidates, which the first of them measures; not while
+    a CUDA graph is captured. Smaller ones take the default, before and after: the same call gives the same
+    bits. fixed: the tile that it is to run with, if that matters. q: for its dtype and device.
     """
-    arch = _arch()
-    tiles = configs.candidates(name, constants["D"], dtype.itemsize, arch)
-    tile, tune = fixed or tiles[0], False
-    if len(tiles) > 1 and fixed is None and configs.autotune():
-        key = (name, dtype, arch, constants["D"], *constants.values())
+    arch = _arch(q.device)
+    tiles = configs.candidates(name, constants["D"], q.dtype.itemsize, arch)
+    tile = fixed or tiles[0]
+    if len(tiles) > 1 and fixed is None and pairs >= _TUNE_PAIRS and _may_tune():
+        key = (name, q.dtype, arch, *(constants[n] for n in _tuning_key(name)))
+        with _tuning:
+            if key not in _tuned and not torch.cuda.is_current_stream_capturing():
+                tuner = _tuner(name, tiles, arch)
+                with contextlib.suppress(torch.OutOfMemoryError):  # measuring takes memory of its own
+                    tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
+                    best = tuner.best_config
+                    chosen = (best.kwargs, best.num_warps, best.num_stages)
+                    _tuned[key] = next(t for t in tiles if (t.constants, t.num_warps, t.num_stages) == chosen)
         tile = _tuned.get(key, tile)
-        tune = (
-            key not in _tuned
-            and pairs >= _TUNE_PAIRS
-            and not INTERPRETED
-            and not torch.cuda.is_current_stream_capturing()
-        )
-    if tune:
-        tuner = _tuner(name, tiles, arch)
-        tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
-        best = tuner.best_config
-        chosen = (best.kwargs, best.num_warps, best.num_stages)
-        tile = next(t for t in tiles if (t.constants, t.num_warps, t.num_stages) == chosen)
-        _tuned[key] = tile
     # After the tuner too: Triton keeps its code by the options' order, among others, and would load it once
     # more for the next call, which a CUDA graph may be capturing: no code can be loaded then.
     KERNELS[name][grid(tile)](*args, **constants, **tile.constants, **tile.options(arch), **_FUSED)
     return tile
+
+
+def _may_tune() -> bool:
+    """Not where torch is to be deterministic, or fail: another process may find another tile the fastest."""
+    return configs.autotune() and not INTERPRETED and torch.get_deterministic_debug_mode() < 2
 
 
 # ---- Arguments ---------------------------------------------------------------------------------------------
@@ -190,7 +206,9 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
         NEGATIVE=scale < 0,
         DROPOUT=dropout_p > 0,
     )
-    scale = scale or 1e-30  # 0 * -inf, the score of a hidden pair, would be NaN
+    # A float32 in the kernels; 0 * -inf, the score of a hidden pair, would be NaN.
+    size = max(abs(scale), 1e-30)
+    scale = -size if scale < 0 else size
     return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), constants
 
 
@@ -202,8 +220,7 @@ def _with_biases(q: Tensor, bias_u: Tensor | None, bias_v: Tensor | None) -> tup
         return q, q
     q_u = q if bias_u is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     q_v = q if bias_v is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    BD = configs.block_of_head(D)
-    BM = configs.ELEMENTS_ADDED // BD
+    BD, BM = configs.block_of_head(D), configs.rows_added(D)
     with gpu.current(q.device):
         add_biases_kernel[(_cdiv(L, BM) * B * H,)](
             _view(q),
@@ -229,8 +246,6 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     B, H, L, D = q.shape
     K = k.shape[2]
     out, lse = new_results(q)
-    if isinstance(q, FakeTensor):
-        return out, lse
     p, constants = _problem(inputs, options)
 
     decode = L <= gpu.DECODE_QUERIES
@@ -251,7 +266,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     with gpu.current(q.device):
         _launch(
             "decode" if decode else "forward",
-            q.dtype,
+            q,
             B * H * max(L, 64) * K,  # one query reads all keys, as a block of them does
             lambda tile: (_cdiv(L, tile.BM) * splits * B * H,),
             *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
@@ -279,7 +294,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
                 abs(p.scale),
                 D=D,
                 BD=constants["BD"],
-                BS=1 << (splits - 1).bit_length(),
+                **configs.merged(D, splits),
                 **_FUSED,
             )
     return out, lse
@@ -291,8 +306,6 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     B, H, L, D = q.shape
     K, N = k.shape[2], r.shape[1]
     gradients = dq, dk, dv, dr, du, dv_bias = new_gradients(inputs)
-    if isinstance(q, FakeTensor):
-        return gradients
     p, constants = _problem(inputs, options)
     of_dq = {name: constants[name] for name in ("D", "BD", "HAS_RANGE", "CLAMP")}
     of_dr = {name: constants[name] for name in ("D", "BD", "HAS_RANGE")}
@@ -308,7 +321,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     # Of a row of r beyond the last, dr's kernel reads dS beyond the last.
     slopes = torch.empty(chunks.elements + configs.LARGEST, dtype=q.dtype, device=q.device)
     sums = floats(2, K, D) if chunks.cut_queries(p) else floats(0)
-    tiles = configs.candidates("dq", D, q.dtype.itemsize, _arch())
+    tiles = configs.candidates("dq", D, q.dtype.itemsize, _arch(q.device))
     parts = floats(B * H * _cdiv(L, min(tile.BM for tile in tiles)) * 4 * D)
 
     # Few rows of r: share out the batch too.
@@ -320,7 +333,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     dr_parts = dr.unsqueeze(0) if whole_dr else floats(splits, H, N, D)
 
     with gpu.current(q.device):
-        BM = configs.ELEMENTS_ADDED // constants["BD"]
+        BM = configs.rows_added(D)
         delta_kernel[(_cdiv(L, BM) * B * H,)](
             _view(_rows(out)), dout_rows, delta, H, L, D=D, BD=constants["BD"], BM=BM, **_FUSED
         )
@@ -332,7 +345,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             pairs = heads * (chunk.end_i - chunk.first_i) * K
             _launch(
                 "dk_dv",
-                q.dtype,
+                q,
                 pairs,
                 lambda tile, heads=heads: (_cdiv(K, tile.BN) * heads,),
                 *(q_u, q_v, k_rows, v_rows, r_rows, key_range, dropout_seed),
@@ -343,7 +356,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             )
             tile = _launch(
                 "dq",
-                q.dtype,
+                q,
                 pairs,
                 lambda tile, heads=heads, chunk=chunk: (_cdiv(chunk.end_i - chunk.first_i, tile.BM) * heads,),
                 *(slopes, q_v, k_rows, r_rows, key_range, _view(dq), parts),
@@ -355,7 +368,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             shares = (chunk.first_b + chunk.batches - 1) // entries - chunk.first_b // entries + 1
             _launch(
                 "dr",
-                q.dtype,
+                q,
                 pairs,
                 lambda tile, programs=chunk.heads * shares: (_cdiv(N, tile.BN) * programs,),
                 *(slopes, q_v, key_range, _view(dr_parts)),
@@ -365,17 +378,19 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
                 **of_dr,
             )
 
-        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 4, D].
+        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 2 or 4, D].
         assert tile is not None
-        blocks = _cdiv(L, tile.BM)
-        ends = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D).sum((0, 2))
+        ends, biases = None, [(n, x) for n, x in enumerate((du, dv_bias)) if x.numel() > 0]
+        if biases or constants["CLAMP"]:
+            blocks = _cdiv(L, tile.BM)
+            of_blocks = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D)
+            ends = of_blocks[:, :, :, : 4 if constants["CLAMP"] else 2].sum((0, 2))
+            for n, gradient in biases:
+                gradient.copy_(ends[:, n])
         if not whole_dr:
             dr_sum = dr_parts[0] if splits == 1 else dr_parts.sum(0)
-            if constants["CLAMP"]:
+            if ends is not None and constants["CLAMP"]:
                 dr_sum[:, 0] += ends[:, 2]
                 dr_sum[:, N - 1] += ends[:, 3]
             dr.copy_(dr_sum)
-    for n, gradient in enumerate((du, dv_bias)):
-        if gradient.numel() > 0:
-            gradient.copy_(ends[:, n])
     return gradients

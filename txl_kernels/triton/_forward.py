@@ -171,39 +171,52 @@ def forward_kernel(
     tl.store(lse + splits.to(tl.int64) * p.B * p.H * p.L + row, total, mask=i < tl.where(splits > 1, p.L, 0))
 
 
+@triton.jit
+def _splits_of_query(largest_and_total, split, b, h, i, B, H, L, splits):
+    """Of some splits of a query: largest score and total, the entry of part, and whether they exist."""
+    exist = split < splits
+    entry = (split * B + b).to(tl.int64)
+    pointers = largest_and_total + (entry * H + h) * L + i
+    largest = tl.load(pointers, mask=exist, other=LOWEST)
+    totals = tl.load(pointers + splits.to(tl.int64) * B * H * L, mask=exist, other=0.0)
+    return largest, totals, entry, exist
+
+
 @triton.jit(do_not_specialize=["B", "H", "L", "splits", "scale"])
 def merge_kernel(
     part, largest_and_total, out, lse, B, H, L, splits, scale,
-    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query from its splits. Far from zero the difference of two lse would be far less
     precise than largest and total are.
 
     part: View of [splits * B, H, L, D]. largest_and_total: [2, splits * B, H, L]; the largest score is -inf
-    where all are that were seen. scale: of the largest, not negative. BS >= splits.
+    where all are that were seen. scale: of the largest, not negative. BS >= splits; BT of them are added at a
+    time.
     """
     program = tl.program_id(0)
     i = program % L
     h = program // L % H
     b = program // L // H
 
-    split = tl.arange(0, BS)
-    d = tl.arange(0, BD)
-    exist = split < splits
-    entry = (split * B + b).to(tl.int64)
-    row = (entry * H + h) * L + i
-    largest = tl.load(largest_and_total + row, mask=exist, other=LOWEST)
-    totals = tl.load(largest_and_total + splits.to(tl.int64) * B * H * L + row, mask=exist, other=0.0)
-    base = tl.maximum(tl.max(largest, 0), LOWEST)
     scale *= LOG2_E
-    weight = tl.exp2((largest - base) * scale) * totals
-    total = tl.sum(weight, 0)
+
+    largest, totals, _, _ = _splits_of_query(largest_and_total, tl.arange(0, BS), b, h, i, B, H, L, splits)
+    base = tl.maximum(tl.max(largest, 0), LOWEST)
+    total = tl.sum(tl.exp2((largest - base) * scale) * totals, 0)
     total = tl.where((total == 0) & (tl.min(largest, 0) == float("-inf")), float("nan"), total)
-    pointers = (
-        part.data + h.to(tl.int64) * part.head + i * part.row + entry[:, None] * part.batch + d[None, :]
-    )
-    tile = tl.load(pointers, mask=exist[:, None] & (d < D)[None, :], other=0.0)  # [BS, BD]
-    # A split that saw nothing, or scores of -inf alone, has weight 0 and zeros. total is 0 if none saw any.
-    acc = tl.sum(tile * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+
+    d = tl.arange(0, BD)
+    row = part.data + h.to(tl.int64) * part.head + i * part.row
+    acc = tl.zeros([BD], tl.float32)
+    for first in range(0, splits, BT):
+        split = first + tl.arange(0, BT)
+        score, weight, entry, exist = _splits_of_query(largest_and_total, split, b, h, i, B, H, L, splits)
+        weight *= tl.exp2((score - base) * scale)
+        pointers = row + entry[:, None] * part.batch + d[None, :]
+        tile = tl.load(pointers, mask=exist[:, None] & (d < D)[None, :], other=0.0)  # [BT, BD]
+        # A split that saw nothing, or scores of -inf alone, has weight 0 and zeros.
+        acc += tl.sum(tile * weight[:, None], 0)
+    acc /= tl.where(total == 0, 1.0, total)  # 0 if none saw any
     tl.store(at(out, b, h) + i.to(tl.int64) * out.row + d, acc.to(out.data.dtype.element_ty), mask=d < D)
     tl.store(lse + (b.to(tl.int64) * H + h) * L + i, base * scale * LN_2 + tl.log(total))

@@ -143,8 +143,6 @@ _AMD_FLOAT32["decode"] = {64: [Tile(16, 32, 4, 1)], 256: [Tile(16, 16, 4, 1)]}
 # Rows or columns of a tile.
 LARGEST = 128
 
-# Of a tile of q to which both biases are added: four loads of 16 bytes for each of 128 threads.
-ELEMENTS_ADDED = 4096
 
 # What a step costs Triton's interpreter hardly depends on the size of its tiles.
 _INTERPRETED = Tile(64, 64, 4, 1)
@@ -177,3 +175,16 @@ def autotune() -> bool:
 def block_of_head(D: int) -> int:
     """BD: columns of a tile that holds D channels."""
     return max(16, triton.next_power_of_2(D))
+
+
+def rows_added(D: int) -> int:
+    """BM of the kernels that add biases and work out delta: 16-bit numbers take four loads of 16 bytes for
+    each of 128 threads."""
+    return min(LARGEST, 4096 // block_of_head(D))
+
+
+def merged(D: int, splits: int) -> dict[str, int]:
+    """BS, no fewer than all splits of a query, and BT, how many are added at a time: each of 128 threads then
+    has 32 numbers of them in registers."""
+    BS = triton.next_power_of_2(splits)
+    return {"BS": BS, "BT": min(BS, 4096 // block_of_head(D))}
