@@ -331,7 +331,8 @@ def _plot_panel(panel: Any, results: list[Result], figure: Callable[[Row], float
         values = {r.problem.klen: figure(same) for r in results for same in r.rows if same.way == row.way}
         shown = {klen: value for klen, value in values.items() if value is not None}
         if shown:
-            style = {"color": f"C{index}", "linewidth": 3 if row.ours else 1.3, "label": row.way}
+            label = f"rel_attention ({row.way})" if row.ours else row.way
+            style = {"color": f"C{index}", "linewidth": 3 if row.ours else 1.3, "label": label}
             panel.plot(list(shown), list(shown.values()), "o-", **style)
 
 

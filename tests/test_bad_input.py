@@ -36,6 +36,11 @@ SHAPES = [
     (dict(r=tensor(B, H, N, D)), ValueError, ["r:", "[2, 3, 7, 8]", "[3, N, 8]"]),
     (dict(r=tensor(1, N, D)), ValueError, ["r:", "[1, 7, 8]", "[3, N, 8]"]),
     (dict(r=tensor(H, N, D - 1)), ValueError, ["r:", "[3, 7, 7]", "[3, N, 8]"]),
+    (  # all as [B, L, H, D]
+        dict(q=tensor(B, L, H, D), k=tensor(B, L, H, D), v=tensor(B, L, H, D)),
+        ValueError,
+        ["r:", "[3, 7, 8]", "[H, N, D] = [4, N, 8]", "q is [B, H, L, D] = [2, 4, 3, 8]"],
+    ),
     (dict(r=tensor(H, 0, D)), ValueError, ["r:", "[3, 0, 8]", "N >= 1"]),
     (dict(bias_u=tensor(D)), ValueError, ["bias_u:", "[8]", "[3, 8]"]),
     (dict(bias_u=tensor(H, D + 1)), ValueError, ["bias_u:", "[3, 9]", "[3, 8]"]),
@@ -61,7 +66,7 @@ DTYPES = [
     (
         dict(bias_u=tensor(H, D, dtype=torch.float64)),
         TypeError,
-        ["bias_u:", "torch.float64", "torch.float32"],
+        ["bias_u:", "torch.float64", "q's dtype, torch.float32"],
     ),
     (dict(bias_v=tensor(H, D, dtype=torch.int64)), TypeError, ["bias_v:", "torch.int64", "torch.float32"]),
     (

@@ -101,12 +101,11 @@ def test_resume_goes_on_and_a_run_is_not_overwritten(trained, tmp_path, capsys):
     assert txl("train", corpus, run, *SMALL, "--max-step", 4) == 0
     assert txl("train", corpus, run, *SMALL, "--max-step", 4) == 1
     assert "holds a training run already" in capsys.readouterr().err
-    assert txl("train", corpus, run, "--resume", "--quiet", "--max-step", 8, "--preset", "tiny") == 1
-    assert "--resume takes no preset" in capsys.readouterr().err
     assert (
         txl("train", corpus, run, "--resume", "--quiet", "--max-step", 8, "--plot", tmp_path / "p.png") == 0
     )
-    assert "step 4: goes on from" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 4: goes on from" in out and f"step 8: done; the model is {run / 'best'}\n" in out
     events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "train"] == [2, 4, 6, 8]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -266,6 +265,7 @@ def test_every_field_is_an_option(config, capsys):
     printed = capsys.readouterr().out
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in printed
+    assert "number of different tokens (default: the corpus's)" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("command", ["prepare", "train", "eval", "generate", "convert", "info"])
@@ -273,6 +273,14 @@ def test_help(command, capsys):
     with pytest.raises(SystemExit) as exit:
         txl(command, "--help")
     assert exit.value.code == 0 and f"txl {command}" in capsys.readouterr().out
+
+
+def test_a_segment_that_leaves_no_memory_is_said(trained, capsys):
+    read = ("eval", trained / "run", trained / "corpus", "--max-tokens", 50, "--quiet", "--tgt-len")
+    said = "txl: without memory: a segment of 40 tokens has as many keys as there were in training"
+    for options, expected in [((40,), True), ((39,), False), ((40, "--mem-len", 0), False)]:
+        assert txl(*read, *options) == 0
+        assert (said in capsys.readouterr().err) == expected
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -325,16 +333,21 @@ def test_messages(trained, tmp_path, capsys):
         (("generate", run, "--prompt", ""), "prompt 0 is empty"),
         (("generate", run, "--prompt", "a", "--top-p", 0), "top_p must be in"),
         (("generate", run, "--prompt", "a", "--stop", "ab"), "it must be one"),
-        (("generate", run, "--prompt", "a", "--backend", "tpu"), "tpu"),
         (("info", "enwik9-base"), "enwik9-base"),
     ]:
         assert txl(*args) == cli.ERROR, args
         assert re.search(f"txl: error: .*({message})", capsys.readouterr().err), args
     assert not (tmp_path / "out").exists(), "an error that is seen at once leaves nothing behind"
-    for args in [("train", corpus), ("train", corpus, "x", "--n-layer", "two"), ("fly",), ()]:
+    for args in [
+        *(("train", corpus), ("train", corpus, tmp_path / "out", "--n-layer", "two"), ("fly",), ()),
+        *(
+            (*command, "--backend", "tpu")
+            for command in [("generate", run), ("train", corpus, tmp_path / "out")]
+        ),
+    ]:
         with pytest.raises(SystemExit) as exit:
             txl(*args)
-        assert exit.value.code == 2
+        assert exit.value.code == 2 and not (tmp_path / "out").exists()
 
 
 def test_a_backend_that_cannot_run_is_refused_before_anything_is_written(
@@ -396,9 +409,17 @@ def test_says_which_weights_it_reads(trained, tmp_path, capsys):
     assert "step-00000006 is damaged" in err and f"reads {run / 'checkpoints' / 'step-00000003'}\n" in err
 
 
-def test_resuming_nothing_is_said(trained, tmp_path, capsys):
-    assert txl("train", trained / "corpus", tmp_path / "run", *SMALL, "--max-step", 1, "--resume") == 0
-    assert f"nothing to resume in {tmp_path / 'run'}: a new run begins there" in capsys.readouterr().out
+def test_one_command_begins_a_run_and_goes_on(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    command = ("train", trained / "corpus", run, *SMALL, "--max-step", 4, "--resume")
+    assert txl(*command) == 0
+    assert f"nothing to resume in {run}: a new run begins there" in capsys.readouterr().out
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert txl(*command) == 0
+    assert f"goes on from {run / 'checkpoints' / checkpoints[-1]}" in capsys.readouterr().out
+    assert txl("train", trained / "corpus", run, "--preset", "small", "--quiet", "--resume") == cli.ERROR
+    assert "was begun with model n_layer = 2" in capsys.readouterr().err
 
 
 def test_version(capsys):

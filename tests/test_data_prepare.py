@@ -782,7 +782,7 @@ def test_killed(killed_after, text, tmp_path):
         prepare_text(text, tmp_path / "out")
 
     assert in_a_process(work) == -signal.SIGKILL
-    with pytest.raises(FileNotFoundError, match=r"no .*out. `txl prepare` makes one"):
+    with pytest.raises(FileNotFoundError, match=r"no .*out. `txl prepare` makes a corpus"):
         Corpus.open(tmp_path / "out")
     left = [path for path in tmp_path.iterdir() if path != text]
     assert len(left) == 1

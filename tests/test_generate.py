@@ -299,6 +299,9 @@ def test_text_streams():
 
 def test_bad_input():
     model = small_model()
+    for prompts in ([1, 2, 3], "abc", ["abc"], [[1], None]):
+        with pytest.raises(TypeError, match=r"prompts must be lists of tokens, one for each row, such as \["):
+            generate(model, prompts, 5)
     for options, message in [
         (dict(prompts=[]), "prompts is empty"),
         (dict(prompts=[[1], []]), "prompt 1 is empty: a model needs a token"),

@@ -54,6 +54,12 @@ def model():
     return model
 
 
+@pytest.mark.parametrize("model", ["xlnet", FastSpeech2ConformerAttention])
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match=r"model: got .* of type (str|type), needs a torch.nn.Module"):
+        use_rel_attention(model)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_filled_anew_is_read_anew(model, inference):
     x = torch.randn(3, T, C)

@@ -628,3 +628,9 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("config", ["enwik8-base", {"n_layer": 2}, None])
+def test_what_is_no_configuration(config):
+    with pytest.raises(TypeError, match=r"config must be a TransformerXLConfig, got .*preset\("):
+        TransformerXL(config)

@@ -488,7 +488,10 @@ def test_bad_input():
             (lambda m=m: model(x, m.to("meta")), r"memory is on meta and the model on cpu: memory\.to\(")
             for m in (hidden, kv, model.new_memory(B))
         ),
-        (lambda: model(x, [hidden]), "memory must come from new_memory or a forward pass, got list"),
+        (
+            lambda: model(x, [hidden]),
+            r"memory must be what new_memory or a forward pass gave \(out.memory\), got list; labels are",
+        ),
         (lambda: training(x, kv), r"call model.eval\(\) and use torch.no_grad\(\), or .* kind='hidden'"),
         (lambda: grad(model.__call__)(x, kv), "a memory of keys and values is for reading"),
         (lambda: absolute.new_memory(B, kind="kv"), "attn_type 2 has absolute positions, which need"),

@@ -149,7 +149,10 @@ def rel_attention(
             the CPU; float32, bfloat16 or float16 on a GPU. Strides are free, but this tensor, like the
             others, is copied if its last dimension is not contiguous.
         k, v: keys and values of memory followed by segment, [B, H, K, D] with K >= L.
-        r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1.
+        r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1. Any N is right: with
+            fewer rows than distances those beyond share the first row (or the last), so a row that was
+            forgotten is no error. All distances have rows of their own with N = K if causal, and with
+            N = K + L - 1 if not.
         bias_u, bias_v: the paper's u (content bias) and v (position bias), [H, D]. None: zeros.
         causal: a query sees no key after its own position.
         window_size: (left, right): how many keys before and after its own position a query may see; -1: all.
@@ -177,6 +180,13 @@ def rel_attention(
         TypeError, ValueError: an argument is not what is asked for above.
         BackendUnavailable: the named backend (with None, every one that could serve the call) cannot run
             here or has no kernel for such tensors. A named backend is never replaced by another.
+        RuntimeError, NotImplementedError: from the double backward, and from torch.func's transforms.
+
+    Example:
+        >>> q = torch.randn(1, 8, 512, 64)
+        >>> k, v = torch.randn(2, 1, 8, 1024, 64)  # 512 keys of memory, then those of the segment
+        >>> r = torch.randn(8, 1024, 64)  # a row per distance, furthest first
+        >>> out = rel_attention(q, k, v, r)  # [1, 8, 512, 64]
     """
     for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
         if not isinstance(tensor, Tensor):
@@ -294,7 +304,7 @@ def _check_tensors(
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"q: got D = {D} in shape {_shape(q)}, needs 1 <= D <= {MAX_HEAD_DIM}")
     if len(k_shape) != 4 or k_shape[0] != B or k_shape[1] != H or k_shape[3] != D:
-        raise ValueError(f"k: got shape {_shape(k)}, needs [{B}, {H}, K, {D}] to go with q {_shape(q)}")
+        raise ValueError(f"k: got shape {_shape(k)}, needs [B, H, K, D] = [{B}, {H}, K, {D}], {_as_q_is(q)}")
     K = k_shape[2]
     if K < L:
         raise ValueError(
@@ -303,7 +313,7 @@ def _check_tensors(
     if v.shape != k_shape:
         raise ValueError(f"v: got shape {_shape(v)}, needs k's, {_shape(k)}")
     if len(r_shape) != 3 or r_shape[0] != H or r_shape[2] != D:
-        raise ValueError(f"r: got shape {_shape(r)}, needs [{H}, N, {D}] to go with q {_shape(q)}")
+        raise ValueError(f"r: got shape {_shape(r)}, needs [H, N, D] = [{H}, N, {D}], {_as_q_is(q)}")
     if r_shape[1] < 1:
         raise ValueError(f"r: got N = 0 rows in shape {_shape(r)}, needs N >= 1")
 
@@ -335,9 +345,10 @@ def _check_small(
 ) -> None:
     shape = x.shape
     if len(shape) != 2 or shape[0] != rows or shape[1] != columns:
-        raise ValueError(f"{name}: got shape {_shape(x)}, needs [{rows}, {columns}] to go with q {_shape(q)}")
+        raise ValueError(f"{name}: got shape {_shape(x)}, needs [{rows}, {columns}], {_as_q_is(q)}")
     if x.dtype != dtype:
-        raise TypeError(f"{name}: got {x.dtype}, needs {dtype}")
+        whose = "q's dtype, " if dtype == q.dtype else ""
+        raise TypeError(f"{name}: got {x.dtype}, needs {whose}{dtype}")
     if x.device != device:
         raise ValueError(f"{name}: got a tensor on {x.device}, needs q's device, {device}")
 
@@ -402,3 +413,8 @@ def _kind(x: object) -> str:
 
 def _shape(x: Tensor) -> str:
     return str(list(x.shape))
+
+
+def _as_q_is(q: Tensor) -> str:
+    # With names: others have [B, L, H, D].
+    return f"as q is [B, H, L, D] = {_shape(q)}"

@@ -37,7 +37,7 @@ BACKWARD_WARPGROUPS = os.environ.get("TXL_CUDA_BACKWARD_WARPGROUPS", "0") != "0"
 PDL = os.environ.get("TXL_CUDA_PDL", "0") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
-_MEND = "build it with TXL_BUILD_CUDA=1 `pip install -e .` in the source tree (needs nvcc)"
+_MEND = "build it with `TXL_BUILD_CUDA=1 pip install -e .` in the source tree (needs nvcc)"
 
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
 _FLOAT32_HEAD = 128

@@ -37,12 +37,18 @@ def use_rel_attention(model: nn.Module) -> int:
     padding before or behind the keys of a sequence (attention in chunks, XLNet's perm_mask, or padding
     between its memory and its segment); of XLNet, token_type_ids and output_attentions=True.
 
+    Args:
+        model: a model, or a part of one, on any device.
+
     Returns:
         The number of layers that were changed.
 
     Raises:
+        TypeError: model is no module (but, say, the name of one).
         ValueError: no layer is served, or XLNet has other options.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r} of type {type(model).__name__}, needs a torch.nn.Module")
     layers = [layer for layer in model.modules() if _is_served(layer)]
     if not layers:
         raise ValueError(

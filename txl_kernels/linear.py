@@ -28,6 +28,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         [..., outputs], of the same dtype.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not go together, in torch's words.
     """
     if not _served(x, weight, bias):
         return F.linear(x, weight, bias)

@@ -18,7 +18,8 @@ NOT_SCORED = -100  # the label of a prediction that does not count, as torch's c
 class TransformerXLConfig(Fields):
     """Everything that fixes a model. The defaults are those of the published enwik8 model, for bytes.
 
-    Raises ValueError, naming the field, for a value that makes no model.
+    `txl train --help` says what each field is. Raises ValueError, naming the field, for a value that makes
+    no model.
     """
 
     vocab_size: int = option(256, "number of different tokens")
@@ -46,7 +47,7 @@ class TransformerXLConfig(Fields):
     cutoffs: tuple[int, ...] = option((), "adaptive softmax: first token of each cluster after the shortlist")
     div_val: int = option(1, "adaptive softmax: each cluster's embedding is this many times narrower")
     tie_projs: tuple[bool, ...] = option(
-        (), "per cluster: the output projection is the embedding's; (): none is"
+        (), "per cluster, 1: the output projection is the embedding's; not given: none is"
     )
     zero_memory: bool = option(False, "memory starts as mem_len zeros that are attended (Hugging Face, TF)")
     variational: bool = option(False, "dropout drops the same units at every time step of a segment")

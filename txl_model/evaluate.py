@@ -29,12 +29,19 @@ from txl_model.model import TransformerXL
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What predicting a text cost."""
+    """What predicting a text cost.
 
-    loss: float  # nats per token: the mean of -ln p
-    tokens: int  # scored
+    Attributes:
+        loss: nats per token, the mean of -ln p.
+        tokens: how many were scored.
+        seconds: the time that took.
+        settings: how the text was read: `evaluate`'s arguments, defaults filled in, fit for JSON.
+    """
+
+    loss: float
+    tokens: int
     seconds: float
-    settings: dict[str, Any]  # how it was read: `evaluate`'s arguments, defaults filled in, fit for JSON
+    settings: dict[str, Any]
 
     @property
     def ppl(self) -> float:

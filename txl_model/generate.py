@@ -64,11 +64,12 @@ def generate(
         int64 [B], on the CPU: each row's next token, its stop token included; after that `FINISHED`.
 
     Raises:
-        ValueError: an argument out of range; at the call, not at the first step.
+        TypeError: prompts are not lists of tokens.
+        ValueError: an argument out of range. Both at the call, not at the first step.
         FloatingPointError: logits that are NaN or infinite.
     """
     vocab_size = model.config.vocab_size
-    rows = [[int(token) for token in prompt] for prompt in prompts]
+    rows = [_as_row(prompt) for prompt in prompts]
     stop = frozenset(stop_tokens)
     if not rows:
         raise ValueError("prompts is empty: give at least one")
@@ -188,6 +189,16 @@ def _steps(
             return
         with eval_mode(model):
             out = model(chosen[:, None], out.memory)
+
+
+def _as_row(prompt: Iterable[int]) -> list[int]:
+    try:
+        return [int(token) for token in prompt]
+    except (TypeError, ValueError):
+        raise TypeError(
+            "prompts must be lists of tokens, one for each row, such as [vocabulary.encode(text)]; got "
+            f"{prompt!r} for a row"
+        ) from None
 
 
 def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:

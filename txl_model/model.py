@@ -31,12 +31,20 @@ from txl_model.positions import last_rows, position_embedding
 
 @dataclass(frozen=True)
 class TransformerXLOutput:
-    """What the forward pass over one segment returns."""
+    """What the forward pass over one segment returns.
 
-    hidden: Tensor  # [B, T, d_model], what the softmax sees
-    memory: Memory  # pass it in with the next segment
-    token_losses: Tensor | None  # [B, T] in nats, in token order, 0 where the label is -100
-    loss: Tensor | None  # mean over the labelled tokens, in nats
+    Attributes:
+        hidden: [B, T, d_model], what the softmax sees.
+        memory: pass it in with the next segment.
+        token_losses: [B, T] in nats, in token order, 0 where the label is -100. None without labels.
+        loss: mean over the labelled tokens, in nats. None without labels.
+        to_logits: hidden states [..., d_model] to logits [..., vocab_size].
+    """
+
+    hidden: Tensor
+    memory: Memory
+    token_losses: Tensor | None
+    loss: Tensor | None
     to_logits: Callable[[Tensor], Tensor]
 
     @cached_property
@@ -50,16 +58,28 @@ class TransformerXLOutput:
 
 
 class TransformerXL(nn.Module):
-    """The language model. `backend` names the attention backend; None: as `rel_attention` chooses.
+    """The language model of Dai et al. 2019, with weights drawn anew.
 
     >>> memory = None
     >>> for input_ids, labels in segments:  # each segment continues the one before
     ...     out = model(input_ids, memory, labels)
     ...     memory = out.memory
+
+    Args:
+        config: its shape, for instance TransformerXLConfig.preset("enwik8-base").
+        backend: of attention; None: as `rel_attention` chooses.
+
+    Raises:
+        TypeError: config is no TransformerXLConfig.
     """
 
     def __init__(self, config: TransformerXLConfig, backend: str | None = None) -> None:
         super().__init__()
+        if not isinstance(config, TransformerXLConfig):
+            raise TypeError(
+                f"config must be a TransformerXLConfig, got {config!r}: "
+                'TransformerXLConfig.preset("enwik8-base") or TransformerXLConfig(n_layer=6) makes one'
+            )
         self.config = config
         self.backend = backend
         self.word_emb = AdaptiveEmbedding(config)
@@ -305,7 +325,8 @@ class TransformerXL(nn.Module):
     def _check_memory(self, memory: Memory, batch_size: int) -> None:
         if not isinstance(memory, Memory):
             raise ValueError(
-                f"memory must come from new_memory or a forward pass, got {type(memory).__name__}"
+                "memory must be what new_memory or a forward pass gave (out.memory), got "
+                f"{type(memory).__name__}; labels are an argument of their own"
             )
         config, reading = self.config, memory.reading
         expected = (config.n_layer, config.d_model, config.n_head, config.d_key)

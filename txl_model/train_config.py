@@ -14,7 +14,8 @@ from txl_model.presets import preset
 class TrainConfig(Fields):
     """All of training that is neither the model nor the text. The defaults are the published ones.
 
-    Raises ValueError, naming the field, for a value that makes no sense.
+    `txl train --help` says what each field is. Raises ValueError, naming the field, for a value that makes
+    no sense.
     """
 
     max_step: int = option(100_000, "updates of the weights in all")
@@ -33,14 +34,20 @@ class TrainConfig(Fields):
     weight_decay: float = option(0.0, "weight decay; biases and LayerNorm have none")
     clip: float = option(0.25, "the norm of all gradients together is held to this; 0: not")
     scheduler: str = option(
-        "cosine", "learning rate after the warm-up", ("cosine", "inv_sqrt", "dev_perf", "constant")
+        "cosine",
+        "how the learning rate goes on after the warm-up",
+        ("cosine", "inv_sqrt", "dev_perf", "constant"),
     )
     warmup_step: int = option(0, "updates with a learning rate that rises linearly")
     eta_min: float = option(0.0, "cosine: the learning rate at max_step")
     decay_rate: float = option(0.5, "dev_perf: factor when the validation loss has stopped falling")
     patience: int = option(0, "dev_perf: evaluations without a better loss before that")
     lr_min: float = option(0.0, "dev_perf: the smallest learning rate")
-    average: str = option("none", "what is evaluated: no, exponential, plain average", ("none", "ema", "swa"))
+    average: str = option(
+        "none",
+        "weights that are evaluated: the newest, or their exponential or plain average",
+        ("none", "ema", "swa"),
+    )
     ema_decay: float = option(0.999, "ema: weight of the average against the newest weights, at each update")
     average_start: int = option(0, "updates before averaging begins")
 

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-len",
         type=numbers(int),
         metavar="N[,N...]",
-        help="tokens remembered; several: one evaluation each",
+        help="tokens remembered (default: with a segment as many keys as in training: the model's tgt_len + "
+        "mem_len, less --tgt-len); several: one evaluation each",
     )
     add("--tgt-len", type=int, metavar="N", help="tokens of a segment (default: as in training)")
     add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
@@ -91,6 +92,15 @@ def run(args: argparse.Namespace) -> None:
     n_token = len(mem_lens) * min(len(tokens) - 1, args.max_tokens or len(tokens))
     word = corpus.unit == "word"
     results = []
+    if (
+        mem_lens == (None,)
+        and args.stride is None
+        and 0 < model.config.mem_len <= reading["tgt_len"] - model.config.tgt_len
+    ):
+        to_stderr(
+            f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
+            "training; --mem-len gives it memory"
+        )
     with tqdm(total=n_token, unit="token", unit_scale=True, disable=args.quiet or None) as bar:
         if len(mem_lens) > 1:
             runs = evaluate_lengths(

@@ -5,26 +5,36 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from txl_kernels import registry
 from txl_model.data import Corpus, Vocabulary
 from txl_model.data.corpus import VOCABULARY
 
 
-def add_fields(parser: argparse.ArgumentParser, config: type, title: str, skip: tuple[str, ...] = ()) -> None:
-    """An option for every field of a dataclass; one that was not given leaves nothing in the namespace."""
+def add_fields(
+    parser: argparse.ArgumentParser,
+    config: type,
+    title: str,
+    defaults: Mapping[str, str] = {},
+    skip: tuple[str, ...] = (),
+) -> None:
+    """An option for every field of a dataclass; one that was not given leaves nothing in the namespace.
+
+    defaults: in words, where it is not the field's.
+    """
     group = parser.add_argument_group(title)
     for f in fields(config):
         if f.name not in skip:
-            _add_field(group, f)
+            _add_field(group, f, defaults.get(f.name))
 
 
-def _add_field(group: Any, f: Field[Any]) -> None:
+def _add_field(group: Any, f: Field[Any], default: str | None) -> None:
     option: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f.metadata["help"].replace("%", "%%")}
     kind = str(f.type)
     if kind == "bool":
@@ -35,8 +45,10 @@ def _add_field(group: Any, f: Field[Any]) -> None:
         option |= {"type": {"int": int, "float": float}.get(kind.split(" ")[0], str), "metavar": "X"}
         if f.metadata.get("choices"):
             option |= {"choices": f.metadata["choices"], "metavar": None}
-    if f.default is not MISSING and f.default not in (None, ()):
-        option["help"] += f" (default: {f.default})"
+    if default is None and f.default not in (MISSING, None, ()):
+        default = str(f.default)
+    if default is not None:
+        option["help"] += f" (default: {default})"
     group.add_argument("--" + f.name.replace("_", "-"), **option)
 
 
@@ -110,9 +122,7 @@ def let_go(stream: TextIO) -> None:
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1; not given: a GPU where there is one")
-    parser.add_argument(
-        "--backend", help="attention kernel (cpu, triton, cuda, reference); not given: the best"
-    )
+    parser.add_argument("--backend", choices=registry.NAMES, help="kernels of attention; not given: the best")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

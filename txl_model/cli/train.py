@@ -43,29 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML or JSON with preset, model, train; or a run's config.json",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the run's last checkpoint; begin if it has none"
+    )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss curve when done")
     add_machine_arguments(parser)
-    add_fields(parser, TransformerXLConfig, "model (overrides --config, which overrides --preset)")
+    add_fields(
+        parser,
+        TransformerXLConfig,
+        "model (overrides --config, which overrides --preset)",
+        {"vocab_size": "the corpus's", "cutoffs": "the corpus's"},
+    )
     add_fields(parser, TrainConfig, "training (likewise)", skip=("tgt_len",))
 
 
 def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLConfig, TrainConfig]:
-    """Preset, configuration file, options: the later one wins. A run that goes on starts from what it was."""
+    """Preset, configuration file, options: the later one wins.
+
+    A run that goes on starts from what it was; where a preset is named, from that, so that one command begins
+    a run and goes on with it.
+    """
     model: dict[str, Any] = {}
     training: dict[str, Any] = {}
     content = read_config(args.config)
     name = args.preset or content.get("preset")
-    saved = run_config(args.out) if args.resume else None
-    if saved is not None:
-        if name:
-            raise ValueError(f"{args.out} has a configuration already: --resume takes no preset")
-        model, training = saved["model"], saved["train"]
-    elif name:
+    if name:
         model, training = preset(name, "model"), preset(name, "train")
         del model["vocab_size"]  # the corpus has its own
         if corpus.unit != "word":  # word-level presets have clusters for words
             model |= {"cutoffs": (), "tie_projs": (), "div_val": 1}
+    elif args.resume and (saved := run_config(args.out)):
+        model, training = saved["model"], saved["train"]
     if "cutoffs" not in model and corpus.cutoffs:
         model |= {"cutoffs": corpus.cutoffs}
     model = {"vocab_size": corpus.vocab_size, **model}
@@ -112,7 +120,11 @@ def run(args: argparse.Namespace) -> int | None:
     log = args.out / "log.jsonl"
     if args.plot and (log.stat().st_size or not result.signal):  # stopped early, it has nothing to draw yet
         plot_log(log, args.plot)
-    return 128 + result.signal if result.signal else None
+    if result.signal:
+        return 128 + result.signal
+    model = args.out / "best" if (args.out / "best").is_dir() else result.checkpoint
+    _say(f"step {result.step:,}: done; the model is {model}")
+    return None
 
 
 def _way_on(args: argparse.Namespace, checkpoint: Path | None) -> str:

@@ -60,9 +60,11 @@ class Corpus:
             what = (
                 f"{folder} is no prepared corpus: it has no {DESCRIPTION}"
                 if folder.exists()
-                else f"no {folder}"
+                else f"there is no folder {folder}"
             )
-            raise FileNotFoundError(f"{what}. `txl prepare` makes one, from any text or a published archive.")
+            raise FileNotFoundError(
+                f"{what}. `txl prepare` makes a corpus, of any text or a published archive."
+            )
         try:
             description = json.loads(path.read_text(encoding="utf-8"))
             if missing := FIELDS - description.keys():
