@@ -49,10 +49,10 @@ struct ForwardKernel : private Block {
   const Params& params;
   const Forward& t;
   uint64_t seed;
-  uint32_t kept;     // by dropout: a bit for each of the lane's pairs of a group of 64 keys
-  int lo[2], hi[2];  // keys that the lane's queries see
-  float origin[2], total[2], far_first[2],
-      far_last[2];  // origin: the score that probabilities are relative to
+  uint32_t kept;              // by dropout: a bit for each of the lane's pairs of a group of 64 keys
+  int lo[2], hi[2];           // keys that the lane's queries see
+  float origin[2], total[2];  // origin: the score that probabilities are relative to
+  float far_first[2], far_last[2];
   float acc[kHeadTiles][4];
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
@@ -282,8 +282,12 @@ struct ForwardKernel : private Block {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
       const int of_block = query_of_lane(y), i = i0 + of_block;
       const bool any_seen = lo[y] < hi[y];
-      // Every score is -inf: no softmax exists, unless other splits have more; MergeKernel will see.
-      if (any_seen && total[y] == 0) (whole ? total[y] : origin[y]) = whole ? nan() : -infinity();
+      if (any_seen && total[y] == 0) {  // every score is -inf: no softmax exists
+        if (whole)
+          total[y] = nan();
+        else
+          origin[y] = -infinity();  // unless other splits have more; MergeKernel will see
+      }
       const float factor = any_seen && total[y] != 0 ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       float* const part = params.parts + row * p.D + column;
@@ -421,6 +425,8 @@ struct ForwardBlock
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
+template <int kHead>
+constexpr int kWarpgroupHead = kHead <= 64 ? 64 : 128;  // there are two classes
 template <typename E, int kHead>
 struct WarpgroupKernels {
   static int forward(const ForwardParams<Forward>& params, void* stream);
@@ -451,7 +457,7 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
   if (is_decode(params.p)) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
-    if (warpgroups) return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::forward(params, stream);
+    if (warpgroups) return WarpgroupKernels<E, kWarpgroupHead<kHead>>::forward(params, stream);
   }
 #endif
   return launch_with_dropout<ForwardBlock<E, kHead, 4>>(params, stream);
@@ -467,7 +473,7 @@ int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_se
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
     if (pdl && is_decode(p) && splits > 1)
-      return WarpgroupKernels<E, (kHead <= 64 ? 64 : 128)>::decode(params, stream);
+      return WarpgroupKernels<E, kWarpgroupHead<kHead>>::decode(params, stream);
   }
 #endif
   const int error = choose_block<E, kHead>(params, warpgroups, stream);
