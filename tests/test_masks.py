@@ -111,7 +111,8 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it_alone(backend, dtype, L, D, w
     tensors = inputs(B=1, H=2, L=L, K=K, D=D, causal=causal, dtype=dtype, device=backend.device)
     clean = run(backend, tensors, **options)
     seen = allowed(1, L, K, **options)[0, 0]  # [L, K]
-    for j in (0, 17, 50, 63, 64, 100, 127, 128, 147, 149):
+    # Triton's interpreter is slow.
+    for j in (0, 63, 64, 127, 149) if INTERPRET else (0, 17, 50, 63, 64, 100, 127, 128, 147, 149):
         spoilt = dict(tensors, **{where: tensors[where].clone()})
         spoilt[where][0, 1, j] = math.nan
         got = run(backend, spoilt, **options)

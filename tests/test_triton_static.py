@@ -98,7 +98,7 @@ def launches(monkeypatch):
         monkeypatch.setitem(backend.KERNELS, name, Recorder(kernel))
     for name in ("merge_kernel", "add_biases_kernel", "delta_kernel"):
         monkeypatch.setattr(backend, name, Recorder(getattr(backend, name)))
-    monkeypatch.setattr(backend, "_arch", lambda: 90)
+    monkeypatch.setattr(backend, "_arch", lambda device: 90)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
     return compiled
 
