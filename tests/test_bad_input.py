@@ -220,3 +220,40 @@ def test_unknown_argument():
         rel_attention(q, q, q, q[0], window=(1, 0))
     with pytest.raises(TypeError, match="positional"):
         rel_attention(q, q, q, q[0], None, None, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_autocast_makes_no_numbers_of_integers(dtype: torch.dtype) -> None:
+    tensors = inputs(L=4, K=7, D=8)
+    for name in ("q", "bias_u"):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(TypeError, match=rf"{name}: got {dtype}"),
+        ):
+            rel_attention(**{**tensors, name: tensors[name].to(dtype)})
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_the_largest_offsets(backend: str | None) -> None:
+    """Beyond them positions would leave 64 bits."""
+    tensors, most = inputs(L=4, K=7, D=8), 2**62 - 1
+    unlimited = rel_attention(**tensors, backend=backend)
+    window = (most, most)
+    assert torch.equal(rel_attention(**tensors, window_size=window, backend=backend), unlimited)
+    furthest = {**tensors, "r": tensors["r"][:, :1]}
+    assert torch.allclose(
+        rel_attention(**tensors, r_zero=-most, backend=backend), rel_attention(**furthest, backend=backend)
+    )
+    for options in (dict(window_size=(most + 1, 0)), dict(window_size=(0, most + 1)), dict(r_zero=most + 1)):
+        with pytest.raises(ValueError, match=str(2**62)):
+            rel_attention(**tensors, **options, backend=backend)
+    with pytest.raises(ValueError, match=str(2**62)):
+        rel_attention(**tensors, r_zero=-most - 1, backend=backend)
+
+
+def test_only_a_device_without_backends_is_said_to_have_none() -> None:
+    with pytest.raises(BackendUnavailable, match="no backend has kernels for tensors on xpu"):
+        registry.choose(None, torch.device("xpu"), torch.float32, 4)
+    with pytest.raises(BackendUnavailable, match="needs tensors on the CPU") as caught:
+        registry.choose("cpu", torch.device("cuda"), torch.float32, 4)
+    assert "no backend has kernels" not in str(caught.value)

@@ -19,6 +19,7 @@ from helpers import EMULATED, ROOT, why_not
 pytest.importorskip("tqdm", reason="the benchmarks need it: pip install -e '.[bench]'")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+
 import bench_attn
 import bench_huggingface
 import bench_layers
@@ -868,3 +869,22 @@ def test_gradients_of_weights_are_compared(weight, note):
     ours = [x, None, None if weight is None else torch.tensor(weight), torch.tensor([3e-7, 1e-7])]
     assert bench_huggingface.mistake(ours, theirs) == note
     assert bench_huggingface.mistake(theirs, theirs) is None
+
+
+@pytest.mark.parametrize("clamp_len", [None, 6])
+def test_bytes_of_a_problem(clamp_len: int | None) -> None:
+    problem = Problem(4, 20, batch=3, heads=2, d_head=8, dtype="bfloat16", clamp_len=clamp_len)
+    _, k, v, r, *_ = problem.inputs()
+    assert problem.cache_bytes() == k.nbytes + v.nbytes + r.nbytes
+    assert problem.cache_bytes(position=False) == k.nbytes + v.nbytes
+    assert problem.square_bytes() == 3 * 2 * 4 * 20 * 2
+
+
+@pytest.mark.parametrize("seconds, fewest, calls", [(0.003, 1, 7), (0.003, 9, 9), (0.03, 1, 1), (0.03, 3, 3)])
+def test_short_calls_are_repeated_within_a_sample(
+    monkeypatch, seconds: float, fewest: int, calls: int
+) -> None:
+    """Until it is as long as a clock needs; a long one is called as often as it asks for."""
+    monkeypatch.setattr(measure, "SHORTEST_SAMPLE", 0.02)
+    monkeypatch.setattr(measure.Task, "seconds", lambda self, calls=1: seconds)
+    assert measure.calls_per_sample(measure.Task(lambda _: None, fewest_calls=fewest)) == calls

@@ -669,3 +669,42 @@ def test_missing_files(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(ValueError, match="holds a list"):
         load_authors(tmp_path / "list.pt", authors_args())
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_every_option_for_the_authors_models(flag: bool) -> None:
+    """What the weights do not show can be said; what is not said is left to --config."""
+    parser = argparse.ArgumentParser()
+    add_convert_arguments(parser)
+    needed = ["authors", "state.pt", "out"]
+    numbers = dict(tgt_len=3, mem_len=4, clamp_len=-1, n_head=2, cutoffs=(5, 7), dropout=0.25, dropatt=0.5)
+    flags = dict(same_length=flag, pre_lnorm=flag)
+    said = [f"--{'' if flag else 'no-'}{name.replace('_', '-')}" for name in flags]
+    for name, value in numbers.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        said.append(f"--{name.replace('_', '-')}={text}")
+    args, without = (vars(parser.parse_args(needed + more)) for more in (said, []))
+    for name, value in (numbers | flags).items():
+        assert args[name] == value and without[name] is None
+
+
+@pytest.mark.parametrize("name", ["n_token", "vocab_size"])
+def test_a_vocabulary_of_another_size_is_named(name: str) -> None:
+    message = f"vocab_size is {V + 1} in the configuration, {V} by the weights"
+    with pytest.raises(ValueError, match=message):
+        from_authors(authors_state(), authors_args(**{name: V + 1}))
+
+
+@pytest.mark.parametrize("missing", ["q", "kv"])
+def test_queries_without_keys_are_named(missing: str) -> None:
+    state = authors_state(attn_type=2)
+    del state[f"layers.1.dec_attn.{missing}_net.weight"]
+    with pytest.raises(ValueError, match=r"layers\.1\.dec_attn\.qkv_net\.weight is missing"):
+        from_authors(state, authors_args())
+
+
+def test_a_copy_without_its_original_is_named() -> None:
+    state = authors_state(cutoffs=CUTOFFS, div_val=2)
+    del state["word_emb.emb_projs.1"]
+    with pytest.raises(ValueError, match=r"word_emb\.emb_projs\.1 is missing"):
+        from_authors(state, authors_args(cutoffs=CUTOFFS, div_val=2))

@@ -407,3 +407,44 @@ def test_too_many_keys_for_32_bits():
     k = torch.empty(1, 1, 1, 1, dtype=bf16).expand(1, 1, 2**28, 1)
     with pytest.raises(ValueError, match=r"k: got 268435456 rows.*2\*\*28"):
         rel_attention(k[:, :, :1], k, k, k[0, :, :1], backend="cuda")
+
+
+def expanded(*shape: int) -> torch.Tensor:
+    return torch.empty(1, 1, 1, 1).expand(*shape, 1)
+
+
+def test_as_many_blocks_as_a_grid_has() -> None:
+    """Of 16 queries each, the last one of each head included; one head fewer is served."""
+    for L, heads in ((512, 2**26), (16, 2**31), (17, 2**30)):
+        q, fewer = expanded(1, heads, L), expanded(1, heads - 1, L)
+        gpu.check_sizes("cuda", Inputs(fewer, fewer, fewer, fewer[0], None, None, None, None))
+        with pytest.raises(ValueError, match=rf"q: got {heads} heads of {L} queries"):
+            gpu.check_sizes("cuda", Inputs(q, q, q, q[0], None, None, None, None))
+
+
+@pytest.mark.parametrize("name", ["k", "r"])
+def test_more_rows_than_32_bits_count(name: str) -> None:
+    few, most, more = (expanded(1, 1, rows) for rows in (1, 2**28 - 1, 2**28))
+    for x in (most, more):
+        k, r = (x, few) if name == "k" else (few, x)
+        inputs = Inputs(few, k, k, r[0], None, None, None, None)
+        if x is most:
+            gpu.check_sizes("triton", inputs)
+            continue
+        with pytest.raises(ValueError, match=rf"{name}: got 268435456 rows; backend 'triton' .* 2\*\*28"):
+            gpu.check_sizes("triton", inputs)
+
+
+@pytest.mark.parametrize("memory, share", [(2**40, 2**30), (2**35, 2**30), (2**34, 2**29)])
+def test_the_gradient_of_scores_may_take_a_share_of_the_memory(monkeypatch, memory: int, share: int) -> None:
+    """1 GiB, or a 32nd of a smaller GPU."""
+    monkeypatch.delenv("TXL_SLOPE_MIB", raising=False)
+    monkeypatch.setattr(gpu, "_memory", lambda device: memory)
+    assert gpu.slope_bytes(torch.device("cuda")) == share
+
+
+def test_amds_gpus_are_no_hoppers(monkeypatch) -> None:
+    """gfx90a calls itself 9.0 as well."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert registry._preferred(torch.device("cuda"))[0] == "triton"

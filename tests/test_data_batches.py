@@ -361,3 +361,16 @@ def test_bad_settings():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_one_epoch_of_shuffled_sentences_is_the_first() -> None:
+    """Wherever the iterator is; and asking for it moves nothing."""
+    tokens, sentences = torch.arange(61), torch.arange(0, 61, 3)
+    batches = ShuffledBatches(tokens, sentences, 2, 4, files=[8, 20], seed=3)
+    n = len(list(batches.one_epoch()))
+    first, second = (list(itertools.islice(batches, n)) for _ in range(2))
+    assert (batches.epoch, n > 2) == (1, True)
+    assert not all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(first, second, strict=True))
+    again = list(batches.one_epoch())
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(first, again, strict=True))
+    assert batches.epoch == 1

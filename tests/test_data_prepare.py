@@ -1023,3 +1023,10 @@ def test_bars_are_optional(text, tmp_path, monkeypatch):
     assert all(n == total > 0 for _, n, total in Bar.seen)
     monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
     prepare_text(text, tmp_path / "2", unit="word", progress=True)
+
+
+def test_a_process_reads_its_rows_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(bytes(range(256)) * 8)
+    corpus = prepare_text(tmp_path / "in", tmp_path / "out")
+    whole, part = (next(corpus.batches("train", 4, 7, rows=rows)) for rows in (None, range(1, 3)))
+    assert torch.equal(part.input_ids, whole.input_ids[1:3]) and torch.equal(part.labels, whole.labels[1:3])

@@ -238,3 +238,9 @@ def test_through_checkpoint(backend, dtype):
     assert torch.equal(out, straight["out"])
     for name, leaf in leaves.items():
         assert torch.equal(leaf.grad, straight[f"d{name}"])
+
+
+def test_seeds_are_drawn_from_all_that_there_are() -> None:
+    seeds = [philox.seed_tensor(None, torch.device("cpu")).item() for _ in range(1000)]
+    assert len(set(seeds)) == 1000 and min(seeds) >= 0
+    assert max(seeds) > 2**63 - 2**57 and min(seeds) < 2**57

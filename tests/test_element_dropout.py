@@ -6,6 +6,7 @@ import helpers
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import txl_kernels
 from txl_kernels import cpu, dropout
@@ -119,3 +120,12 @@ def test_only_what_backward_needs_is_kept(relu):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = dropout(torch.randn(30, 40, requires_grad=True), 0.5, relu)
     assert len(kept) == relu and all(t.data_ptr() == y.data_ptr() for t in kept)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_forward_mode(grad: bool) -> None:
+    x = torch.rand(30, 40) + 0.5
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        out = dropout(forward_ad.make_dual(x, torch.full_like(x, 3.0)), 0.5)
+        y, tangent = forward_ad.unpack_dual(out)
+    torch.testing.assert_close(tangent, torch.where(y != 0, 6.0, 0.0))

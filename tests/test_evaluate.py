@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 
 import helpers
@@ -10,6 +11,7 @@ import model_helpers
 import numpy as np
 import pytest
 import torch
+from model_helpers import tokens
 
 from txl_model import TransformerXL
 from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
@@ -411,3 +413,29 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             evaluate(model, **{"tokens": tokens, "tgt_len": 8, **options})
     assert evaluate(model, too_large, tgt_len=8, max_tokens=14).tokens == 14, "what is not read is no matter"
+
+
+def test_seconds_are_those_of_reading() -> None:
+    began = time.perf_counter()
+    result = evaluate(small_model(), tokens(30, batch=1)[0], tgt_len=8)
+    assert 0 < result.seconds <= time.perf_counter() - began
+
+
+def test_windows_remember_nothing_and_say_so() -> None:
+    """same_length lets a token see mem_len keys there, too."""
+    read, stride = (small_model(), tokens(30, batch=1)[0]), dict(tgt_len=8, stride=3, mem_len=5)
+    for same_length, said in [(False, 0), (True, 5)]:
+        settings = evaluate(*read, **stride, same_length=same_length).settings
+        assert (settings["stride"], settings["mem_len"]) == (3, said)
+
+
+def test_lengths_are_read_as_one_would_be() -> None:
+    """Every argument goes on to `evaluate`."""
+    model, text, scored = small_model(dtype=torch.float32), tokens(60, batch=1)[0], []
+    options = dict(
+        tgt_len=8, clamp_len=2, batch_size=3, same_length=True, max_tokens=40, dtype=torch.bfloat16
+    )
+    for result in evaluate_lengths(model, text, [3, 9], warm_up=5, progress=scored.append, **options):
+        alone = evaluate(model, text, mem_len=result.settings["mem_len"], warm_up=5, **options)
+        assert (result.loss, result.settings) == (alone.loss, alone.settings)
+    assert sum(scored) == 2 * 40

@@ -349,3 +349,10 @@ def test_a_step_allocates_nothing_that_grows_with_the_memory(backend, fields):
     smallest_memory = 250 * model.config.n_head * model.config.d_head * 4
     assert max(by_length[1]) < smallest_memory
     assert by_length[0] == by_length[1]
+
+
+def test_top_p_takes_the_fewest_tokens() -> None:
+    """Two of four equal ones have a probability of 1 / 2 exactly: a third is one too many."""
+    uniform = torch.tensor([0.0, 0.3, 0.6, 0.999], dtype=torch.float64)
+    chosen = sample(torch.zeros(4, 4), uniform, 1.0, 0, 0.5)
+    assert len(chosen.unique()) == 2

@@ -140,3 +140,24 @@ def test_options_of_a_model_within_another():
     model.layers[0].config = type("Config", (), {"attn_type": "bi", "bi_data": True})()
     with pytest.raises(ValueError, match="XLNet with attn_type='bi', bi_data=True; needs 'bi', False"):
         use_rel_attention(model)
+
+
+def test_padding_before_the_keys(model) -> None:
+    """On the left, on both sides, none: each row is what it is alone."""
+    x, rows = torch.randn(3, T, C), [(7, T), (4, 19), (0, T)]
+    mask = torch.zeros(3, 1, T, dtype=torch.bool)
+    for row, (start, end) in enumerate(rows):
+        mask[row, :, start:end] = True
+    layer = model.layers[0]
+    got = layer(x, mask, POSITIONS)[0]
+    for row, (start, end) in enumerate(rows):
+        cut = T - (end - start)
+        alone = layer(x[row : row + 1, start:end], None, POSITIONS[:, cut : 2 * T - 1 - cut])[0]
+        torch.testing.assert_close(got[row : row + 1, start:end], alone)
+
+
+def test_a_mask_with_a_hole_is_refused(model) -> None:
+    mask = torch.ones(3, 1, T, dtype=torch.bool)
+    mask[1, 0, 9] = False
+    with pytest.raises(ValueError, match=r"attention_mask: .* this mask hides other keys"):
+        model(torch.randn(3, T, C), mask)

@@ -223,3 +223,17 @@ def test_backends_reports_every_name():
         assert info.name == name
         assert (info.reason is None) == info.available
     assert report["reference"].available
+
+
+def test_layers_without_libraries(copy) -> None:
+    """`linear` and `dropout` are torch's then."""
+    done = python(f"""
+import sys; sys.path.insert(0, {str(copy.parent)!r})
+import torch
+from txl_kernels import dropout, linear
+x, weight = torch.ones(2, 8), torch.ones(3, 8)
+with torch.no_grad():
+    print(linear(x, weight).tolist() == [[8.0] * 3] * 2)
+print(linear(x, weight.requires_grad_()).sum().item() == 48, dropout(x, 0.5).sum().item() % 2 == 0)
+""")
+    assert done.stdout.split() == ["True"] * 3, done.stderr

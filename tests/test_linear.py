@@ -6,6 +6,7 @@ import helpers
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import txl_kernels
 from txl_kernels import cpu, linear
@@ -202,3 +203,14 @@ def test_keeps_what_gradients_need_alone():
 def test_a_number_is_no_row():
     with pytest.raises(RuntimeError, match="at least 1"):
         linear(torch.tensor(1.0), torch.ones(5, 1))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+def test_forward_mode(rows: int, grad: bool) -> None:
+    """A kernel would take the tangent for zero."""
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        out = linear(forward_ad.make_dual(x, torch.ones_like(x)), weight)
+        tangent = forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(tangent, weight.sum(1).expand(rows, 3))

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from model_helpers import ADAPTIVE, VOCAB, B, in_segments, small_model, tokens
 from packaging.version import Version
 
-from txl_model import Memory, TransformerXL, TransformerXLConfig
+from txl_kernels import rel_attention
+from txl_model import Memory, TransformerXL, TransformerXLConfig, attention
 from txl_model.layers import Dropout, ReluDropout
 from txl_model.positions import last_rows, position_embedding
 
@@ -634,3 +635,55 @@ def test_bad_input():
 def test_what_is_no_configuration(config):
     with pytest.raises(TypeError, match=r"config must be a TransformerXLConfig, got .*preset\("):
         TransformerXL(config)
+
+
+@pytest.mark.parametrize("attn_type", [0, 1, 2, 3])
+def test_initial_values_are_the_published_ones(attn_type: int) -> None:
+    """Normal with init_std, projections with proj_init_std, LayerNorm's weights around 1, biases 0."""
+    sizes = dict(vocab_size=500, cutoffs=(100, 200), div_val=2, n_layer=2, n_head=2, d_head=32)
+    config = TransformerXLConfig(
+        **sizes,
+        d_model=64,
+        d_inner=128,
+        attn_type=attn_type,
+        init_std=0.05,
+        proj_init_std=0.2,
+        tie_projs=(False,) * 3,
+    )
+    for name, parameter in TransformerXL(config).named_parameters():
+        mean, std = 0.0, 0.05
+        if name.endswith("layer_norm.weight"):
+            mean, std = 1.0, 0.02
+        elif ".projs." in name:
+            std = 0.2
+        elif name.endswith(".bias") or ".biases." in name or name in ("softmax.cluster_bias", "r_bias"):
+            std = 0.0
+        n = parameter.numel()
+        assert abs(parameter.mean().item() - mean) <= 5 * std / n**0.5, name
+        assert abs(parameter.std().item() - std) <= 5 * std / (2 * n) ** 0.5, name
+
+
+@pytest.mark.parametrize("fields", [{}, {"pre_lnorm": True}, {"attn_type": 1}], ids=str)
+def test_a_bias_that_the_projection_was_given(fields: dict) -> None:
+    """The published one has none. In training and in reading, it counts for queries, keys and values."""
+    model, text = small_model(**fields).eval(), tokens(9)
+    plain = in_segments(model, text, [4, 4, 1])
+    for block in model.blocks:
+        block.attn.qkv_net.bias = torch.nn.Parameter(torch.randn(36, dtype=torch.float64))
+    hidden = in_segments(model, text, [4, 4, 1])
+    assert not torch.allclose(hidden, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(in_segments(model, text, [4, 4, 1], model.new_memory(B)), hidden)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+def test_attention_is_asked_of_the_backend_that_was_named(backend: str | None, monkeypatch) -> None:
+    asked = []
+
+    def attend(*args, **options):
+        asked.append(options.get("backend"))
+        return rel_attention(*args, **options)
+
+    monkeypatch.setattr(attention, "rel_attention", attend)
+    in_segments(small_model(backend), tokens(8), [5, 3])
+    assert asked == [backend] * 4

@@ -524,3 +524,12 @@ def test_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_no_rows_with_a_skip_for_each() -> None:
+    model = small_model().eval()
+    with torch.no_grad():
+        memory = model(tokens(5)).memory
+        same = memory.reset([], skip=torch.zeros(0, dtype=torch.int64))
+        assert torch.equal(model(tokens(3), same).logits, model(tokens(3), memory).logits)
+    assert same.length == memory.length and same.batch_size == B

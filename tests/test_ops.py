@@ -21,6 +21,7 @@ from helpers import (
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from txl_kernels import rel_attention
@@ -503,3 +504,12 @@ def test_inputs_changed_after_forward_are_noticed(backend):
         tensors[name].add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_no_tangents_within_a_level_of_forward_mode(backend) -> None:
+    """Only tensors with one are refused; absent biases have none."""
+    tensors = inputs(bias=False, dtype=backend.dtypes[0], device=backend.device)
+    expected = rel_attention(**tensors, backend=backend.name)
+    with forward_ad.dual_level():
+        assert torch.equal(rel_attention(**tensors, backend=backend.name), expected)

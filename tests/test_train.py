@@ -10,6 +10,8 @@ import math
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,11 +32,11 @@ from training import (  # noqa: F401 (one_thread is used by being here)
 from txl_model import TransformerXL, few_tokens
 from txl_model.attention import Attention
 from txl_model.checkpoint import load_model, save_model
-from txl_model.data import OrderedBatches, prepare_text
+from txl_model.data import OrderedBatches, ShuffledBatches, prepare_text
 from txl_model.evaluate import evaluate as evaluate_text
 from txl_model.log import Log, plot_log, read_log
 from txl_model.optim import learning_rate
-from txl_model.train import corpus_evaluator, new_model, segment_lengths, train
+from txl_model.train import Stopwatch, _check_rows, corpus_evaluator, new_model, segment_lengths, train
 
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0}
 QUIET = {"eval_interval": 0, "save_interval": 0}
@@ -556,3 +558,47 @@ def test_another_corpus(tmp_path, corpus):
         train(config, train_config(max_step=8), other, tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match=r"corpus has 1\d symbols, the model only vocab_size = 5"):
         train(model_config(vocab_size=5), train_config(), corpus, tmp_path / "small")
+
+
+QUIET = {"eval_interval": 0, "save_interval": 0, "scheduler": "constant"}
+
+
+def test_each_block_is_compiled_where_asked(tmp_path: Path) -> None:
+    for wanted in (False, True):
+        trainer = make_trainer(tmp_path, compile=wanted, **QUIET)
+        assert [block._compiled_call_impl is not None for block in trainer.state.model.blocks] == [wanted] * 2
+
+
+def test_sentences(tmp_path: Path) -> None:
+    """They have no rows that could be too short, and are trained on as running text is."""
+
+    def batches() -> ShuffledBatches:
+        return ShuffledBatches(text(), torch.arange(0, 700, 5), 4, 6)
+
+    _check_rows(batches(), model_config(), train_config())
+    run(tmp_path / "whole", batches=batches(), **QUIET)
+    run(tmp_path / "parts", batches=batches(), max_step=5, **QUIET)
+    run(tmp_path / "parts", batches=batches(), resume=True, **QUIET)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 12
+
+
+def test_stopwatch(monkeypatch) -> None:
+    """What is paused does not count, and each line of the log begins anew."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    for _ in range(2):
+        for tokens in (30, 50):
+            now[0] += 2.0
+            watch.count(tokens)
+        with watch.paused():
+            now[0] += 1000.0
+        assert (watch.rate(), watch.seconds_per_step()) == (80 / 4.0, 4.0 / 2)
+        watch.restart()
+
+
+def test_the_first_step_is_evaluated_and_no_earlier_one(tmp_path: Path) -> None:
+    run(tmp_path, max_step=3, eval_interval=1, save_interval=0)
+    evaluated = [event["step"] for event in read_log(tmp_path / "log.jsonl") if event["event"] == "eval"]
+    assert evaluated == [1, 2, 3]

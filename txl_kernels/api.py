@@ -365,13 +365,13 @@ def _check_options(
         raise TypeError(f"window_size: got {reprlib.repr(window_size)}, needs two ints, (left, right)")
     if not (-1 <= left < _MAX_OFFSET and -1 <= right < _MAX_OFFSET):
         raise ValueError(
-            f"window_size: got {window_size!r}, needs numbers from 0 to 2**62, or -1 for no limit"
+            f"window_size: got {window_size!r}, needs numbers from 0 to 2**62 - 1, or -1 for no limit"
         )
     if r_zero is not None:
         if not isinstance(r_zero, _INT):
             raise TypeError(f"r_zero: got {_kind(r_zero)}, needs an int or None")
         if not -_MAX_OFFSET < r_zero < _MAX_OFFSET:
-            raise ValueError(f"r_zero: got {r_zero}, needs a number within +-2**62")
+            raise ValueError(f"r_zero: got {r_zero}, needs a number between -2**62 and 2**62")
     if scale is not None:
         if not isinstance(scale, _NUMBER):
             raise TypeError(f"scale: got {_kind(scale)}, needs a float or None")

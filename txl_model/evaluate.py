@@ -156,7 +156,7 @@ def evaluate(
         loss = total.item() / n_token
     settings = {
         "tgt_len": tgt_len,
-        "mem_len": mem_len if stride is None else 0,
+        "mem_len": mem_len if stride is None or same_length else 0,
         "clamp_len": clamp_len,
         "same_length": same_length,
         "batch_size": batch_size,
