@@ -40,25 +40,32 @@ _rel_attention_backward = torch.ops.txl_kernels.rel_attention_backward.default
 def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     """The op's out and lse.
 
-    Where nobody differentiates or traces, the backend is called directly: an op written in Python costs more
-    than all else around a decode kernel.
+    Where nobody traces, the backend is called directly: an op written in Python costs more than all else
+    around a decode kernel, and with torch's autograd of it more than a small layer's training.
     """
     inputs = args[:_N_INPUTS]
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    in_torch_func = torch._C._are_functorch_transforms_active()
-    if in_torch_func and not torch.compiler.is_compiling():
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         _refuse_torch_func()
-    if (
-        in_torch_func
-        or torch.compiler.is_compiling()
-        or type(inputs[0]) is not Tensor  # a fake one, say
-        or inputs[0].is_meta
-        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace
-        or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
-    ):
+    if _is_traced(inputs[0]):
         return _rel_attention(*args)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        output: tuple[Tensor, Tensor] = _RelAttention.apply(*args)
+        return output
     return _forward(*args)
+
+
+def _is_traced(q: Tensor) -> bool:
+    """Whether somebody, not only the backend, is to see the op."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+        or type(q) is not Tensor  # a fake one, say
+        or q.is_meta
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace
+        or torch._C._is_tracing()  # torch.jit.trace
+    )
 
 
 def _refuse_torch_func() -> None:
@@ -128,8 +135,23 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | Non
         return (None,) * 6 + unused
     _refuse_tangents((dout,))
     *inputs, out, lse = ctx.saved_tensors
-    gradients = _rel_attention_backward(dout, *inputs, out, lse, *ctx.options)
+    # With create_graph, which is refused if it comes to using that graph.
+    seen = torch.is_grad_enabled() or _is_traced(dout)
+    backward = _rel_attention_backward if seen else _backward
+    gradients = backward(dout, *inputs, out, lse, *ctx.options)
     return *registry.wanted(Inputs(*inputs), gradients), *unused
+
+
+class _RelAttention(torch.autograd.Function):
+    """The op where nobody traces. In one with its context: a `setup_context` of its own costs more."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*args)
+        _save(ctx, args, output)
+        return output
+
+    backward = staticmethod(_gradients)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
