@@ -23,8 +23,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from txl_kernels import rel_attention
+from txl_kernels import ops, rel_attention
 
 OPTIONS = {
     "plain": (dict(B=2, L=5, K=9), {}),
@@ -513,3 +515,95 @@ def test_no_tangents_within_a_level_of_forward_mode(backend) -> None:
     expected = rel_attention(**tensors, backend=backend.name)
     with forward_ad.dual_level():
         assert torch.equal(rel_attention(**tensors, backend=backend.name), expected)
+
+
+# ---- Training where nobody traces: past the op, unless somebody is to see it
+
+DROPPED = dict(dropout_p=0.3, dropout_seed=3)
+
+
+def trained(tensors, dout, call=rel_attention, **options):
+    """Gradients of all inputs."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    out = call(*leaves.values(), **options)
+    return torch.autograd.grad(out, list(leaves.values()), dout)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_training_calls_no_op_of_python(backend, monkeypatch):
+    tensors = inputs(dtype=backend.dtypes[0], device=backend.device)
+    dout = randn_like(tensors["q"])
+    options = dict(DROPPED, backend=backend.name)
+    seen = OpsSeen()
+    with seen:
+        expected = trained(tensors, dout, **options)
+    # A mode that counts operations, say, sees both.
+    ours = ("txl_kernels.rel_attention.default", "txl_kernels.rel_attention_backward.default")
+    assert tuple(name for name in seen.names if name.startswith("txl_kernels.rel_")) == ours
+    for op in ("_rel_attention", "_rel_attention_backward"):
+        monkeypatch.setattr(ops, op, None)
+    for got, exact in zip(trained(tensors, dout, **options), expected, strict=True):
+        assert torch.equal(got, exact)
+
+
+class OpsSeen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointed(use_reentrant):
+    return lambda *args, **options: checkpoint(
+        lambda *tensors: rel_attention(*tensors, **options), *args, use_reentrant=use_reentrant
+    )
+
+
+def offloaded(*args, **options):
+    with torch.autograd.graph.save_on_cpu():
+        return rel_attention(*args, **options)
+
+
+@pytest.mark.parametrize("call", [checkpointed(False), offloaded], ids=["computed-again", "saved-elsewhere"])
+@pytest.mark.parametrize("backend", each_fused())
+def test_what_is_saved_may_be_kept_otherwise(backend, call):
+    tensors = inputs(dtype=backend.dtypes[0], device=backend.device)
+    dout = randn_like(tensors["q"])
+    options = dict(DROPPED, backend=backend.name)
+    expected = trained(tensors, dout, **options)
+    for got, exact in zip(trained(tensors, dout, call, **options), expected, strict=True):
+        assert torch.equal(got, exact)
+
+
+def test_computed_again_in_the_old_way():
+    """With backward, not autograd.grad, which it refuses."""
+    tensors = inputs()
+    dout = randn_like(tensors["q"])
+    expected = trained(tensors, dout, **DROPPED)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
+    checkpointed(True)(*leaves, **DROPPED).backward(dout)
+    for leaf, exact in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, exact)
+
+
+def test_compiled_autograd():
+    tensors = inputs()
+    dout = randn_like(tensors["q"])
+    expected = trained(tensors, dout, **DROPPED)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        rel_attention(*leaves, **DROPPED).backward(dout)
+    for leaf, exact in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, exact)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("grad", [False, True])
+def test_jit_trace_keeps_the_op(grad):
+    tensors = [t.requires_grad_(grad) for t in inputs().values()]
+    traced = torch.jit.trace(lambda *args: rel_attention(*args), tensors)
+    assert "txl_kernels::rel_attention" in [node.kind() for node in traced.graph.nodes()]
+    assert torch.equal(traced(*tensors), rel_attention(*tensors))
