@@ -11,7 +11,6 @@ import model_helpers
 import numpy as np
 import pytest
 import torch
-from model_helpers import tokens
 
 from txl_model import TransformerXL
 from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
@@ -417,13 +416,13 @@ def test_bad_input():
 
 def test_seconds_are_those_of_reading() -> None:
     began = time.perf_counter()
-    result = evaluate(small_model(), tokens(30, batch=1)[0], tgt_len=8)
+    result = evaluate(small_model(), model_helpers.tokens(30, batch=1)[0], tgt_len=8)
     assert 0 < result.seconds <= time.perf_counter() - began
 
 
 def test_windows_remember_nothing_and_say_so() -> None:
     """same_length lets a token see mem_len keys there, too."""
-    read, stride = (small_model(), tokens(30, batch=1)[0]), dict(tgt_len=8, stride=3, mem_len=5)
+    read, stride = (small_model(), model_helpers.tokens(30, batch=1)[0]), dict(tgt_len=8, stride=3, mem_len=5)
     for same_length, said in [(False, 0), (True, 5)]:
         settings = evaluate(*read, **stride, same_length=same_length).settings
         assert (settings["stride"], settings["mem_len"]) == (3, said)
@@ -431,7 +430,7 @@ def test_windows_remember_nothing_and_say_so() -> None:
 
 def test_lengths_are_read_as_one_would_be() -> None:
     """Every argument goes on to `evaluate`."""
-    model, text, scored = small_model(dtype=torch.float32), tokens(60, batch=1)[0], []
+    model, text, scored = small_model(dtype=torch.float32), model_helpers.tokens(60, batch=1)[0], []
     options = dict(
         tgt_len=8, clamp_len=2, batch_size=3, same_length=True, max_tokens=40, dtype=torch.bfloat16
     )

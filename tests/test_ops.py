@@ -524,9 +524,9 @@ DROPPED = dict(dropout_p=0.3, dropout_seed=3)
 
 def trained(tensors, dout, call=rel_attention, **options):
     """Gradients of all inputs."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
-    out = call(*leaves.values(), **options)
-    return torch.autograd.grad(out, list(leaves.values()), dout)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
+    call(*leaves, **options).backward(dout)
+    return [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("backend", each_fused())
@@ -567,7 +567,11 @@ def offloaded(*args, **options):
         return rel_attention(*args, **options)
 
 
-@pytest.mark.parametrize("call", [checkpointed(False), offloaded], ids=["computed-again", "saved-elsewhere"])
+@pytest.mark.parametrize(
+    "call",
+    [checkpointed(False), checkpointed(True), offloaded],
+    ids=["computed-again", "reentrant", "saved-elsewhere"],
+)
 @pytest.mark.parametrize("backend", each_fused())
 def test_what_is_saved_may_be_kept_otherwise(backend, call):
     tensors = inputs(dtype=backend.dtypes[0], device=backend.device)
@@ -578,26 +582,13 @@ def test_what_is_saved_may_be_kept_otherwise(backend, call):
         assert torch.equal(got, exact)
 
 
-def test_computed_again_in_the_old_way():
-    """With backward, not autograd.grad, which it refuses."""
-    tensors = inputs()
-    dout = randn_like(tensors["q"])
-    expected = trained(tensors, dout, **DROPPED)
-    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
-    checkpointed(True)(*leaves, **DROPPED).backward(dout)
-    for leaf, exact in zip(leaves, expected, strict=True):
-        assert torch.equal(leaf.grad, exact)
-
-
 def test_compiled_autograd():
     tensors = inputs()
     dout = randn_like(tensors["q"])
     expected = trained(tensors, dout, **DROPPED)
-    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        rel_attention(*leaves, **DROPPED).backward(dout)
-    for leaf, exact in zip(leaves, expected, strict=True):
-        assert torch.equal(leaf.grad, exact)
+        for got, exact in zip(trained(tensors, dout, **DROPPED), expected, strict=True):
+            assert torch.equal(got, exact)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -560,12 +560,12 @@ def test_another_corpus(tmp_path, corpus):
         train(model_config(vocab_size=5), train_config(), corpus, tmp_path / "small")
 
 
-QUIET = {"eval_interval": 0, "save_interval": 0, "scheduler": "constant"}
+CONSTANT = {**QUIET, "scheduler": "constant"}
 
 
 def test_each_block_is_compiled_where_asked(tmp_path: Path) -> None:
     for wanted in (False, True):
-        trainer = make_trainer(tmp_path, compile=wanted, **QUIET)
+        trainer = make_trainer(tmp_path, compile=wanted, **CONSTANT)
         assert [block._compiled_call_impl is not None for block in trainer.state.model.blocks] == [wanted] * 2
 
 
@@ -576,9 +576,9 @@ def test_sentences(tmp_path: Path) -> None:
         return ShuffledBatches(text(), torch.arange(0, 700, 5), 4, 6)
 
     _check_rows(batches(), model_config(), train_config())
-    run(tmp_path / "whole", batches=batches(), **QUIET)
-    run(tmp_path / "parts", batches=batches(), max_step=5, **QUIET)
-    run(tmp_path / "parts", batches=batches(), resume=True, **QUIET)
+    run(tmp_path / "whole", batches=batches(), **CONSTANT)
+    run(tmp_path / "parts", batches=batches(), max_step=5, **CONSTANT)
+    run(tmp_path / "parts", batches=batches(), resume=True, **CONSTANT)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 12
 

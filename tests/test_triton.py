@@ -323,10 +323,16 @@ def test_a_scale_that_float32_does_not_have_is_the_smallest_that_counts(scale):
         (1, 16, 129, 2),
         (1, 17, 3800, 30),
         (4, 2048, 4096, 1),
+        (66, 1, 3800, 1),
+        (80, 1, 3800, 4),
+        (80, 1, 1024, 4),
+        (80, 1, 1023, 1),
+        (100, 1, 3800, 3),
     ],
 )
 def test_into_how_many_splits_keys_are_shared_out(monkeypatch, B, L, K, splits):
-    """Of 8 heads on 132 multiprocessors: up to four blocks for each, of 128 keys at least."""
+    """Of 8 heads on 132 multiprocessors: up to four blocks for each, of 128 keys at least. 640 blocks would
+    leave the second round of 528 nearly idle, 2560 of a fourth of the keys leave little of the fifth."""
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
     q, k = (torch.empty(1, 1, 1, 1).expand(B, 8, rows, 64) for rows in (L, K))
     assert gpu.key_splits(Inputs(q, k, k, k[0], None, None, None, None)) == splits
@@ -578,14 +584,3 @@ def test_too_many_keys_for_32_bits():
     of = Inputs(k[:, :, :1], k, k, k[0, :, :1], None, None, None, None)
     with pytest.raises(ValueError, match=r"k: got 268435456 rows.*fewer than 2\*\*28"):
         backend._problem(of, Options(True, -1, -1, 0, 1.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    "B, K, splits", [(66, 3800, 1), (80, 3800, 4), (80, 1024, 4), (80, 1023, 1), (100, 3800, 3)]
-)
-def test_splits_fill_the_last_round_of_decoding(monkeypatch, B: int, K: int, splits: int) -> None:
-    """Of 8 heads on 132 multiprocessors, four blocks on each: 640 blocks would leave the second round of 528
-    nearly idle, 2560 of a fourth of the keys leave little of the fifth."""
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
-    q, k = (torch.empty(1, 1, 1, 1).expand(B, 8, rows, 64) for rows in (1, K))
-    assert gpu.key_splits(Inputs(q, k, k, k[0], None, None, None, None)) == splits

@@ -46,9 +46,9 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = args[:_N_INPUTS]
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        _refuse_torch_func()
     if _is_traced(inputs[0]):
+        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+            _refuse_torch_func()
         return _rel_attention(*args)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         output: tuple[Tensor, Tensor] = _RelAttention.apply(*args)

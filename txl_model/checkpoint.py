@@ -82,7 +82,7 @@ def load_model(
         FileNotFoundError: there is no model there.
         ValueError: a file is damaged, or its tensors are not those of the config beside it.
     """
-    folder = _model_folder(Path(path), report)
+    folder = model_folder(Path(path), report)
     if folder != Path(path):
         report(f"reads {folder}")
     weights = folder / (AVERAGE if (folder / AVERAGE).exists() else WEIGHTS)
@@ -160,7 +160,7 @@ def refuse_other_files(folder: Path, ours: str) -> None:
         )
 
 
-def _model_folder(path: Path, report: Callable[[str], object]) -> Path:
+def model_folder(path: Path, report: Callable[[str], object]) -> Path:
     """The folder that holds the config and weights that `load_model` is to read."""
     if (path / "best" / WEIGHTS).exists():
         return path / "best"

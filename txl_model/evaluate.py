@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from txl_model.config import NOT_SCORED
+from txl_model.config import NOT_SCORED, TransformerXLConfig
 from txl_model.fields import check_at_least
 from txl_model.model import TransformerXL
 
@@ -52,6 +52,12 @@ class Evaluation:
     def bpc(self) -> float:
         """Bits per token: per character or byte where tokens are these."""
         return self.loss / math.log(2)
+
+
+def as_many_keys(config: TransformerXLConfig, tgt_len: int) -> int:
+    """The mem_len with which memory and a segment of tgt_len tokens are together as long as in training; 0 if
+    the segment alone is, or if training had no memory."""
+    return max(0, config.mem_len + config.tgt_len - tgt_len) if config.mem_len else 0
 
 
 @torch.no_grad()
@@ -116,9 +122,7 @@ def evaluate(
     _check_text(tokens, config.vocab_size)
     inputs, labels = tokens[:-1], tokens[1:]
     if mem_len is None:
-        mem_len = config.mem_len
-        if mem_len and stride is None:
-            mem_len = max(0, config.mem_len + config.tgt_len - tgt_len)
+        mem_len = config.mem_len if stride is not None else as_many_keys(config, tgt_len)
     clamp_len = config.clamp_len if clamp_len is None else clamp_len
     same_length = config.same_length if same_length is None else same_length
 

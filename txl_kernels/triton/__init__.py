@@ -148,17 +148,24 @@ def _launch(
         key = (name, q.dtype, arch, *(constants[n] for n in _tuning_key(name)))
         with _tuning:
             if key not in _tuned and not torch.cuda.is_current_stream_capturing():
-                tuner = _tuner(name, tiles, arch)
                 with contextlib.suppress(torch.OutOfMemoryError):  # measuring takes memory of its own
-                    tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
-                    best = tuner.best_config
-                    chosen = (best.kwargs, best.num_warps, best.num_stages)
-                    _tuned[key] = next(t for t in tiles if (t.constants, t.num_warps, t.num_stages) == chosen)
+                    _tuned[key] = _fastest(name, tiles, arch, grid, *args, **constants)
         tile = _tuned.get(key, tile)
     # After the tuner too: Triton keeps its code by the options' order, among others, and would load it once
     # more for the next call, which a CUDA graph may be capturing: no code can be loaded then.
     KERNELS[name][grid(tile)](*args, **constants, **tile.constants, **tile.options(arch), **_FUSED)
     return tile
+
+
+def _fastest(
+    name: str, tiles: tuple[Tile, ...], arch: int | str | None, grid: Any, *args: Any, **constants: Any
+) -> Tile:
+    """Of these tiles, by launching the kernel with each."""
+    tuner = _tuner(name, tiles, arch)
+    tuner[lambda meta: grid(Tile(meta["BM"], meta["BN"], 0, 0))](*args, **constants, **_FUSED)
+    best = tuner.best_config
+    chosen = (best.kwargs, best.num_warps, best.num_stages)
+    return next(t for t in tiles if (t.constants, t.num_warps, t.num_stages) == chosen)
 
 
 def _may_tune() -> bool:

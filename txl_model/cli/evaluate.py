@@ -22,7 +22,7 @@ from txl_model.cli.options import (
     to_stderr,
 )
 from txl_model.data import Corpus
-from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
+from txl_model.evaluate import Evaluation, as_many_keys, evaluate, evaluate_lengths
 from txl_model.presets import PRESETS, preset
 
 
@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
     if (
         mem_lens == (None,)
         and args.stride is None
-        and 0 < model.config.mem_len <= reading["tgt_len"] - model.config.tgt_len
+        and model.config.mem_len > 0
+        and as_many_keys(model.config, reading["tgt_len"]) == 0
     ):
         to_stderr(
             f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from txl_model.checkpoint import Checkpoints, run_config
+from txl_model.checkpoint import Checkpoints, model_folder, run_config
 from txl_model.cli.info import shape
 from txl_model.cli.options import (
     add_fields,
@@ -122,8 +122,7 @@ def run(args: argparse.Namespace) -> int | None:
         plot_log(log, args.plot)
     if result.signal:
         return 128 + result.signal
-    model = args.out / "best" if (args.out / "best").is_dir() else result.checkpoint
-    _say(f"step {result.step:,}: done; the model is {model}")
+    _say(f"step {result.step:,}: done; the model is {model_folder(args.out, to_stderr)}")
     return None
 
 
