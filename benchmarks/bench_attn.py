@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -189,18 +190,27 @@ class Bench:
     def _measure_memory(self, results: list[Result]) -> None:
         """Adds `extra_bytes` to every row that was timed. One process per way covers its passes."""
         problem = results[0].problem
-        self.bar.expect(len(self.ways))
-        for way in self.ways:
-            self.bar.step(f"memory of {way.name}")
-            rows = {r.which: row for r in results for row in r.rows if row.way == way.name and row.seconds}
-            if not rows:
-                continue
+        timed = {
+            way: {r.which: row for r in results for row in r.rows if row.way == way.name and row.seconds}
+            for way in self.ways
+        }
+        timed = {way: rows for way, rows in timed.items() if rows}
+
+        def measured(way: Way) -> tuple[Way, dict[str, int]]:
             try:
-                taken = extra_memory(way, problem, list(rows))
+                return way, extra_memory(way, problem, list(timed[way]))
             except ChildProcessError:  # no figure, and the rest of the table goes on
-                continue
-            for which, extra in taken.items():
-                rows[which].extra_bytes = extra
+                return way, {}
+
+        # Two at a time where they fit: loading libraries and compiling, each by one thread, takes most of it.
+        two = 2 * max((way.needs(problem, which) for way, rows in timed.items() for which in rows), default=0)
+        alone = problem.on_gpu or too_much(two, problem.device)  # a GPU's is measured in this process
+        self.bar.expect(len(timed))
+        with ThreadPool(1 if alone else 2) as pool:
+            for way, taken in pool.imap_unordered(measured, timed):
+                self.bar.step(f"memory of {way.name}")
+                for which, extra in taken.items():
+                    timed[way][which].extra_bytes = extra
 
 
 def _fill(row: Row, way: Way, problem: Problem, which: str, samples: list[float], rate: float) -> None:

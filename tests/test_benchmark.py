@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -582,6 +583,39 @@ def test_no_memory_of_a_way_whose_process_dies(capsys, monkeypatch):
     assert bench_attn.main([*options, "--backends", OURS, "--rivals", "shift"]) == 0
     out = capsys.readouterr().out
     assert line_of(out, "shift").split()[4] == "?" and "x faster" in line_of(out, "shift")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_memory_of_two_ways_at_a_time_where_they_fit(capsys, monkeypatch, fits):
+    """naive, which is not timed, does not count."""
+    running, most = 0, 0
+    lock, both = threading.Lock(), threading.Event()
+
+    def one(way, problem, passes):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            if running == 2:
+                both.set()
+        both.wait(10 if fits else 0.1)
+        with lock:
+            running -= 1
+        return dict.fromkeys(passes, 3_000_000 if way.ours else 5_000_000)
+
+    shift_bytes = next(way for way in rivals.RIVALS if way.name == "shift").needs(
+        Problem(16, 32, d_head=4), TRAIN
+    )
+    room = 2 * shift_bytes if fits else 2 * shift_bytes - 1
+    monkeypatch.setattr(bench_attn, "extra_memory", one)
+    monkeypatch.setattr(bench_attn, "too_much", lambda needs, device: "too much" if needs > room else None)
+    sizes = ["--klen", "32", "--qlen", "16", "--d-head", "4", "--repeat", "1"]
+    ways = ["--backends", OURS, "--rivals", "naive", "shift", "sdpa-no-position"]
+    assert bench_attn.main([*sizes, *ways]) == 0
+    assert most == (2 if fits else 1)
+    out = capsys.readouterr().out
+    assert line_of(out, OURS).split()[5] == "3.0" and line_of(out, "shift").split()[4] == "5.0"
+    assert "does not fit" in line_of(out, "naive")
 
 
 # ---- must_reach ----------------------------------------------------------------------------------
