@@ -1,8 +1,8 @@
 """What test_distributed.py has several processes do: torchrun ... tests/distributed_training.py
-FOLDER
+FOLDER [SCENARIO]
 
-Every scenario leaves a run in a folder of its own, and what else is to be looked at in
-FOLDER/notes-RANK.json.
+Without the name of one it does all, for DDP and FSDP2; with it, that one for DDP. Every scenario
+leaves a run in a folder of its own, and what else is to be looked at in FOLDER/notes-RANK.json.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def stopped(here: Path, processes: Processes, parallel: str) -> Any:
     """With dropout: one run, and one that a signal to one of the processes stopped after step 5 and
     that went on.
     """
-    fields = {"parallel": parallel, "average": "swa", "batch_chunk": 2, "varlen": True}
+    rows = {"batch_chunk": 2, "batch_size": 2 * processes.count}
+    fields = {"parallel": parallel, "average": "swa", "varlen": True, **rows}
     trainer(here / "whole", processes, **fields).run()
     stopping = trainer(here / "stopped", processes, **fields)
     stopping.batches = stopping.state.batches = Interrupting(stopping.batches, 5)
@@ -128,8 +129,10 @@ def poisoned(here: Path, processes: Processes, parallel: str) -> Any:
     return error_of(run.run)
 
 
-def main(folder: Path, processes: Processes) -> dict[str, Any]:
+def main(folder: Path, processes: Processes, only: str | None = None) -> dict[str, Any]:
     notes: dict[str, Any] = {}
+    if only is not None:
+        return {f"ddp {only}": globals()[only](folder / "ddp", processes, "ddp")}
     for parallel in ("ddp", "fsdp2"):
         here = folder / parallel
         for name, fields in SAME_CURVE.items():
@@ -145,5 +148,5 @@ def main(folder: Path, processes: Processes) -> dict[str, Any]:
 if __name__ == "__main__":
     with Processes.joined() as processes:
         rank = processes.rank
-        notes = main(Path(sys.argv[1]), processes)
+        notes = main(Path(sys.argv[1]), processes, *sys.argv[2:])
     (Path(sys.argv[1]) / f"notes-{rank}.json").write_text(json.dumps(notes))

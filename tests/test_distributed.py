@@ -34,13 +34,13 @@ TESTS = Path(__file__).parent
 PARALLEL = ("ddp", "fsdp2")
 
 
-def torchrun(*arguments: str) -> subprocess.Popen:
+def torchrun(*arguments: str, processes: int = 2) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
-        "--nproc-per-node=2",
+        f"--nproc-per-node={processes}",
         *arguments,
     ]
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
@@ -89,6 +89,15 @@ def test_going_on_is_exact(folder, notes, parallel):
     whole, stopped = (fingerprint(folder / parallel / name) for name in ("whole", "stopped"))
     assert stopped == whole
     assert {"process-0.safetensors", "process-1.safetensors", "average.safetensors"} <= set(whole["files"])
+
+
+def test_going_on_is_exact_with_three(tmp_path):
+    """Two numbers have one sum, three have more: DDP must add in the order it had before."""
+    process = torchrun(str(TESTS / "distributed_training.py"), str(tmp_path), "stopped", processes=3)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    whole, stopped = (fingerprint(tmp_path / "ddp" / name) for name in ("whole", "stopped"))
+    assert stopped == whole
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)

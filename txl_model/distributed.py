@@ -145,7 +145,23 @@ def parallelize(model: TransformerXL, parallel: str, processes: Processes) -> nn
             fully_shard(block, mesh=mesh)
         fully_shard(scorer, mesh=mesh)
         return scorer
-    return DistributedDataParallel(scorer, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(scorer, gradient_as_bucket_view=True)
+    _settle_buckets(wrapped, processes.device)
+    return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel, device: torch.device) -> None:
+    """DDP adds up gradients in buckets, which it forms anew once it has seen a backward. The place in a
+    bucket decides in which order three or more processes add: a run that goes on would begin with
+    another order than one that was not stopped has by then. So a backward of nothing comes first.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    wrapped.eval()  # without dropout, which would draw numbers
+    with torch.compiler.set_stance("force_eager"):
+        loss, _ = wrapped(token, None, token, 0)
+    loss.backward()
+    wrapped.zero_grad()
+    wrapped.train()
 
 
 @contextlib.contextmanager
