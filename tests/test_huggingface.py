@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from txl_kernels import cpu
 from txl_kernels.huggingface import use_rel_attention
@@ -135,6 +136,14 @@ def test_a_method_that_was_replaced_is_refused():
         use_rel_attention(model)
 
 
+def test_a_layer_whose_class_was_changed_is_refused():
+    """parametrize and fully_shard make a class of another name: not to be left out in silence."""
+    model = Model()
+    nn.utils.parametrize.register_parametrization(model.layers[1], "pos_bias_u", nn.Tanh())
+    with pytest.raises(ValueError, match="layer is ParametrizedFastSpeech2ConformerAttention, made of one"):
+        use_rel_attention(model)
+
+
 def test_options_of_a_model_within_another():
     model = Model()
     model.layers[0].config = type("Config", (), {"attn_type": "bi", "bi_data": True})()
@@ -161,3 +170,28 @@ def test_a_mask_with_a_hole_is_refused(model) -> None:
     mask[1, 0, 9] = False
     with pytest.raises(ValueError, match=r"attention_mask: .* this mask hides other keys"):
         model(torch.randn(3, T, C), mask)
+
+
+def test_a_mask_of_flex_attention_is_refused(model) -> None:
+    block_mask = create_block_mask(lambda b, h, i, j: j < 9, None, None, T, T, device="cpu")
+    with pytest.raises(
+        ValueError, match="attention_mask: got a BlockMask, needs a tensor: load the model with"
+    ):
+        model(torch.randn(3, T, C), block_mask)
+
+
+@pytest.mark.parametrize("lengths", [(T, 9, 16), (9,)], ids=["each", "one"])
+def test_compiled_as_one_graph(model, lengths) -> None:
+    x, mask = torch.randn(3, T, C), masked(*lengths)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, mask), model(x, mask))
+    mask[0, 0, 4] = False
+    with pytest.raises(RuntimeError, match=r"attention_mask: .* this mask hides other keys"):
+        compiled(x, mask)
+
+
+def test_exported_with_a_mask(model) -> None:
+    x, mask = torch.randn(3, T, C), masked(T, 9, 16)
+    exported = torch.export.export(model, (x, mask)).module()
+    other = masked(4, T, 11)
+    torch.testing.assert_close(exported(x, other), model(x, other))

@@ -30,12 +30,14 @@ def use_rel_attention(model: nn.Module) -> int:
     Wav2Vec2-BERT and SeamlessM4T's speech encoder.
 
     Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
-    are others; dropout draws other numbers; Parakeet's dropout_positions drops the same for the whole batch;
-    attention weights are None.
+    are others (and so is what XLNet, which masks no memory, makes of them with use_mems=True); dropout draws
+    other numbers; dropout of the positions' embeddings (Parakeet's dropout_positions, XLNet's dropout) drops
+    the same for the whole batch; attention weights are None.
 
-    What the fused operation cannot do is refused with a ValueError when the model is called: masks other than
-    padding before or behind the keys of a sequence (attention in chunks, XLNet's perm_mask, or padding
-    between its memory and its segment); of XLNet, token_type_ids and output_attentions=True.
+    What the fused operation cannot do is refused with a ValueError when the model is called (with a
+    RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
+    (attention in chunks, XLNet's perm_mask, which its generate() always has, or padding between its memory
+    and its segment); of XLNet, token_type_ids and output_attentions=True; masks of FlexAttention.
 
     Args:
         model: a model, or a part of one, on any device.
@@ -45,11 +47,18 @@ def use_rel_attention(model: nn.Module) -> int:
 
     Raises:
         TypeError: model is no module (but, say, the name of one).
-        ValueError: no layer is served, or XLNet has other options.
+        ValueError: no layer is served, XLNet has other options, or a layer was changed before by something
+            that this would undo or miss (accelerate's hooks, a parametrization, fully_shard of that layer).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}, needs a torch.nn.Module")
     layers = [layer for layer in model.modules() if _is_served(layer)]
+    for layer in model.modules():
+        if not _is_served(layer) and _is_made_of_served(layer):
+            raise ValueError(
+                f"model: the class of a layer is {type(layer).__name__}, made of one that is served (by "
+                "torch.nn.utils.parametrize or fully_shard, say): use_rel_attention comes first"
+            )
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_OF_CLASS)}"
@@ -96,8 +105,16 @@ def _new(base: Any) -> Any:
 
 
 def _is_served(layer: nn.Module) -> bool:
+    return type(layer).__name__ in _OF_CLASS and _is_relative(layer)
+
+
+def _is_made_of_served(layer: nn.Module) -> bool:
+    return any(base.__name__ in _OF_CLASS for base in type(layer).__mro__[1:]) and _is_relative(layer)
+
+
+def _is_relative(layer: nn.Module) -> bool:
     kind = getattr(layer, "position_embeddings_type", "relative")  # Shaw's, rotary or none, in some
-    return type(layer).__name__ in _OF_CLASS and kind == "relative"
+    return kind == "relative"
 
 
 # ---- Masks -------------------------------------------------------------------------------------------------
@@ -126,22 +143,24 @@ class _KeyRanges:
         """read(mask): which keys exist, [B or 1, K], and whether that is all the mask says."""
         if mask is None:
             return None
+        if not isinstance(mask, Tensor):
+            raise ValueError(
+                f"attention_mask: got a {type(mask).__name__}, needs a tensor: load the model with "
+                "attn_implementation='sdpa' or 'eager'"
+            )
+        if torch.compiler.is_compiling():  # layers that compute the same: the compiler sees that itself
+            key_range, is_padding = _key_range(mask, read)
+            torch._assert_async(is_padding, _OTHER_MASK)
+            return key_range.expand(batch, 2)
         # A mask may be filled anew; in inference mode nothing counts that, but the same layer asks again. And
         # what is made there cannot be used where gradients are wanted.
         version = None if mask.is_inference() else mask._version
         state, found = (version, torch.is_inference_mode_enabled()), self._found
         known = found is not None and found.mask() is mask and found.state == state
         if found is None or not known or (version is None and found.by == id(layer)):
-            keys, is_all = read(mask)
-            start, count = keys.int().argmax(1), keys.sum(1)
-            j = torch.arange(keys.shape[1], device=keys.device) - start[:, None]
-            is_run = (keys == ((j >= 0) & (j < count[:, None]))).all()
-            if not (is_all & is_run):
-                raise ValueError(
-                    "attention_mask: the fused attention knows padding before and behind a sequence's keys "
-                    "(memory included), the same for all queries; this mask hides other keys"
-                )
-            key_range = torch.stack([start, start + count], 1).int()
+            key_range, is_padding = _key_range(mask, read)
+            if not is_padding:
+                raise ValueError(_OTHER_MASK)
             found = self._found = _Found(weakref.ref(mask), state, id(layer), key_range)
         return found.key_range if len(found.key_range) == batch else found.key_range.expand(batch, 2)
 
@@ -149,11 +168,34 @@ class _KeyRanges:
         return _KeyRanges, ()  # a copy of the model begins anew
 
 
+_OTHER_MASK = (
+    "attention_mask: the fused attention knows padding before and behind a sequence's keys (memory "
+    "included), the same for all queries; this mask hides other keys (so does a perm_mask, as XLNet's "
+    "generate makes)"
+)
+
+
+def _key_range(mask: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The keys that exist, [B or 1, 2], and whether that is all the mask says, []."""
+    keys, is_all = read(mask)
+    start, count = keys.int().argmax(1), keys.sum(1)
+    j = torch.arange(keys.shape[1], device=keys.device) - start[:, None]
+    is_run = (keys == ((j >= 0) & (j < count[:, None]))).all()
+    return torch.stack([start, start + count], 1).int(), is_all & is_run
+
+
+def _read_parakeet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a query may see a key, [B, 1, L or 1, K]."""
+    return _read_conformer_mask(mask != 0)
+
+
 def _read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: true or, if it is to be added to scores, 0 where a query may see a key, [B, 1, L or 1, K].
 
     Queries of padding may see no key.
     """
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(f"attention_mask: got {list(mask.shape)}, needs [batch, 1, queries or 1, keys]")
     visible = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
     keys = visible.any(1)
     return keys, (visible == (visible.any(2, keepdim=True) & keys[:, None])).all()
@@ -165,12 +207,15 @@ def _read_fastspeech2_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """mask: not 0 where a query may not see a key, [L, K, B, 1]. A query always sees its own, padding too."""
+    """mask: not 0 where a query may not see a key, [L, K, B, 1]. A query sees its own, at padding too; those
+    that `target_mapping` asks do not.
+    """
     visible = mask[..., 0].permute(2, 0, 1) == 0
     own = torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
     own.diagonal(mask.shape[1] - mask.shape[0]).fill_(True)
     keys = (visible | own).all(1)
-    return keys, (visible == (keys[:, None] | own)).all()
+    at_padding = own & ~keys[:, None]
+    return keys, ((visible == (keys[:, None] | own)) | at_padding).all()
 
 
 # ---- Layers: the forward of each (of XLNet the part that is attention), with the arguments it has there ----
@@ -192,7 +237,7 @@ def _parakeet(
         layer.bias_u,
         layer.bias_v,
         causal=False,
-        key_range=layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_conformer_mask),
+        key_range=layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_parakeet_mask),
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )

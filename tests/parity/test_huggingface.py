@@ -283,6 +283,43 @@ def test_refuses_masks_that_are_no_padding():
     torch.testing.assert_close(out[1, 7:], alone[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
+def test_parakeets_layer_reads_1_as_visible(dtype):
+    model, _ = prepared(parakeet)
+    ours = copy.deepcopy(model)
+    use_rel_attention(ours)
+    frames, positions = speech(), model.encode_positions(speech())
+    mask = padded(dtype=dtype)[:, None, None].expand(B, 1, T, T)
+    expected, got = (m.layers[0].self_attn(frames, positions, mask)[0] for m in (model, ours))
+    torch.testing.assert_close(got[padded().bool()], expected[padded().bool()], rtol=1e-9, atol=1e-9)
+    with pytest.raises(
+        ValueError, match=r"attention_mask: got \[3, 4, 23, 23\], needs \[batch, 1, queries or 1"
+    ):
+        ours.layers[0].self_attn(frames, positions, mask.expand(B, 4, T, T))
+
+
+def test_a_whole_model_compiled_as_one_graph():
+    model, call = prepared(parakeet)
+    use_rel_attention(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(call(compiled, True), call(model, True), rtol=1e-12, atol=1e-12)
+
+
+def test_xlnets_second_stream_with_padding():
+    """There a query does not see its own key, which at padding is no mask but padding's."""
+    model = prepared(xlnet)[0].float()  # in float64 theirs stops at its own float32 tensors
+    ours = copy.deepcopy(model)
+    use_rel_attention(ours)
+    asked = torch.zeros(B, 2, T)
+    asked[:, 0, T - 1] = asked[:, 1, T - 3] = 1
+    given = {"attention_mask": padded().flip(1), "target_mapping": asked}
+    expected, got = (m(tokens(), **given).last_hidden_state for m in (model, ours))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
+        ours(tokens(), target_mapping=asked, perm_mask=torch.eye(T).expand(B, T, T))
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
