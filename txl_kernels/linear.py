@@ -14,7 +14,7 @@ FEW_ROWS = 4  # beyond these torch's product of matrices is as fast, in bfloat16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, faster on a CPU: in float32, and for up to four rows in any dtype.
+    """`torch.nn.functional.linear`, faster on a CPU: in float32, and for up to four rows without gradients.
 
     Up to four rows, as in generation, the weights' way from memory is all that counts, and torch takes them
     through one core: a C++ kernel takes them through all. In float32 torch asks MKL for products, and on an
