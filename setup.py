@@ -20,9 +20,11 @@ class NinjaBuildExt(build_ext):
         package.mkdir(parents=True, exist_ok=True)
         for built in ninja_build.build_native(verbose=self.verbose > 1):
             target = package / built.name
-            # Replaced, not overwritten: a running process may have the old file mapped.
-            shutil.copy2(built, f"{target}.new")
-            os.replace(f"{target}.new", target)
+            # Replaced, not overwritten: a running process may have the old file mapped. By a name of our own,
+            # for another build may do the same.
+            new = f"{target}.{os.getpid()}.new"
+            shutil.copy2(built, new)
+            os.replace(new, target)
             self.outputs += (str(target),)
         cuda = package / "libtxl_cuda.so"
         if str(cuda) not in self.outputs:  # one from an earlier build would be loaded, or packed into a wheel

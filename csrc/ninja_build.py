@@ -61,13 +61,13 @@ X86_LEVELS = [
     ("avx512", AVX512_FLAGS, DTYPES, "_mm512_fmadd_ps(__m512(), __m512(), __m512())"),
     (
         "avx512_bf16",
-        [*AVX512_FLAGS, "-mavx512bf16"],
+        [*AVX512_FLAGS, "-mavx512bf16", "-DTXL_PAIRS"],
         ["bf16"],
         "_mm512_dpbf16_ps(__m512(), __m512bh(), __m512bh())",
     ),
     (
         "amx_bf16",
-        [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+        [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DTXL_TILES"],
         ["f32", "bf16"],
         "[] { _tile_dpbf16ps(0, 1, 2); return 0; }()",
     ),
@@ -81,7 +81,7 @@ LAUNCHERS = {"ccache", "sccache", "buildcache", "distcc", "icecc", "env"}
 
 
 def find_compiler() -> list[str]:
-    asked = os.environ.get("CXX")
+    asked = os.environ.get("CXX", "").strip()
     for command in [shlex.split(asked)] if asked else [["g++"], ["clang++"], ["c++"]]:
         if shutil.which(command[0]):
             return command
@@ -268,7 +268,10 @@ def build_native(verbose: bool, objects: Sequence[str] = ()) -> list[Path]:
         flags += OPTIMISED_FLAGS
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
 
-    file = NinjaFile(build_dir, cxx, flags, link_flags)
+    # The versions are in the command: others in the same place build anew, or the report would not be true.
+    compiler = compiler_version(cxx)
+    versions = f"-DTXL_BUILT_WITH={compiler}, torch {torch_version}"
+    file = NinjaFile(build_dir, cxx, [*flags, versions], link_flags)
     kernels = []
     for level, (level_flags, dtypes) in levels.items():
         for dtype in dtypes:
@@ -287,7 +290,7 @@ def build_native(verbose: bool, objects: Sequence[str] = ()) -> list[Path]:
         libraries.append(add_cuda(file, toolkit, torch))
 
     facts = {
-        "COMPILER": compiler_version(cxx),
+        "COMPILER": compiler,
         "FLAGS": shlex.join(flags),
         "SANITIZE": sanitize,
         "CPU_LEVELS": ",".join(levels),

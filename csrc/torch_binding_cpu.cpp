@@ -98,11 +98,17 @@ void* data(const Tensor& t, const char* name) {
   return t.data_ptr();
 }
 
+void* dense(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
+  return data(t, name);
+}
+
 void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
   const int64_t outputs = weight.size(0), depth = weight.size(1);
+  STD_TORCH_CHECK(weight.stride(1) == 1 || depth == 1, "weight must have contiguous rows");
   txl::cpu_linear(dtype_of(x),
-                  {data(x, "x"), data(weight, "weight"), bias ? data(*bias, "bias") : nullptr,
-                   data(out, "out"), x.numel() / depth, outputs, depth, weight.stride(0)},
+                  {dense(x, "x"), data(weight, "weight"), bias ? dense(*bias, "bias") : nullptr,
+                   dense(out, "out"), x.numel() / depth, outputs, depth, weight.stride(0)},
                   torch_pool());
 }
 
@@ -129,6 +135,7 @@ txl::Layer layer(const Tensor& h, const Tensor& kv, int64_t begin, int64_t end, 
   t.problem.N = r.size(1), t.problem.r_zero = t.problem.N - 1;
   STD_TORCH_CHECK(0 <= begin && t.problem.L <= t.problem.K && end <= capacity,
                   "keys_values have no room for h");
+  STD_TORCH_CHECK(t.problem.N > 0, "r has no rows");
 
   char* keys = take(kv, {2, B, H, capacity, D}, "keys_values") + begin * D * kv.element_size();
   t.attention.k = {keys, H * capacity * D, capacity * D, D};
@@ -178,7 +185,7 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
 
 void cpu_dropout(Tensor x, OptionalTensor gate, int64_t seed, double p, Tensor out) {
   txl::cpu_dropout(dtype_of(x),
-                   {data(x, "x"), gate ? data(*gate, "gate") : nullptr, data(out, "out"), x.numel(),
+                   {dense(x, "x"), gate ? dense(*gate, "gate") : nullptr, dense(out, "out"), x.numel(),
                     static_cast<uint64_t>(seed), p},
                    torch_pool());
 }

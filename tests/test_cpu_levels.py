@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -177,3 +178,32 @@ def test_what_a_compiler_that_lacks_avx512_builds(older, tmp_path):
     assert file.startswith(str(tmp_path))
     assert levels == "baseline,avx2"
     assert int(count) > 80
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86")
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_level_is_what_its_own_flags_say(dtype):
+    """With CXXFLAGS=-march=native on a CPU that has all of them, the compiler's macros are set for each."""
+    cxx = ninja_build.find_compiler()
+    levels = ninja_build.find_levels(cxx)
+    native = [flag for flags, _ in levels.values() for flag in flags if flag.startswith("-m")]
+    found = {}
+    for level, (flags, dtypes) in levels.items():
+        if dtype in dtypes:
+            defines = [f"-DTXL_LEVEL={level}", f"-DTXL_DTYPE={dtype}"]
+            command = [*cxx, *ninja_build.COMMON_FLAGS, *native, *defines, *flags, "-E", "cpu/kernels.cpp"]
+            done = subprocess.run(command, cwd=ROOT / "csrc", capture_output=True, text=True, check=True)
+            body = done.stdout.split(f"struct {dtype}{'_' * (dtype == 'bf16')} {{")[1]
+            found[level] = re.search(r"using Compute = (\w+);", body).group(1)
+    higher = {"avx512_bf16": "Bf16Pair", "amx_bf16": "SplitTiles" if dtype == "f32" else "Bf16Tiles"}
+    assert found == {level: higher.get(level, "Single") for level in found} and "baseline" in found
+
+
+@pytest.mark.parametrize("name", [" ", "no-such-compiler"])
+def test_a_compiler_that_is_not_there(monkeypatch, name):
+    monkeypatch.setenv("CXX", name)
+    if name == " ":  # as if it were not set
+        assert shutil.which(ninja_build.find_compiler()[0])
+    else:
+        with pytest.raises(ninja_build.PlatformError, match="CXX='no-such-compiler' was not found"):
+            ninja_build.find_compiler()

@@ -105,6 +105,7 @@ def test_tensors_that_do_not_go_together(field, n_tensors):
         ({"end": 48 + 1}, "no room for h"),
         ({"begin": 44}, "no room for h"),
         ({"r": []}, "one r and 12 weights"),
+        ({"r": [torch.zeros(2, 0, 17)] * 2}, "r has no rows"),
         ({"weights": []}, "one r and 12 weights"),
         ({"key_range": torch.zeros(3, 2, dtype=torch.int32)}, "key_range must be int32"),
         ({"key_range": torch.zeros(2, 2, dtype=torch.int64)}, "key_range must be int32"),

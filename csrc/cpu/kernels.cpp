@@ -14,9 +14,11 @@
 namespace txl::TXL_LEVEL {
 namespace {
 
+// TXL_TILES and TXL_PAIRS are the level's own, not the compiler's macros, which CXXFLAGS=-march=native sets
+// for all levels: a lower one must serve what a higher one leaves to it.
 struct f32 {
   using Stored = float;
-#if defined(__AMX_BF16__)
+#if defined(TXL_TILES)
   using Compute = SplitTiles;
 #else
   using Compute = Single;
@@ -28,9 +30,9 @@ struct f64 {
 };
 struct bf16_ {
   using Stored = bf16;
-#if defined(__AMX_BF16__)
+#if defined(TXL_TILES)
   using Compute = Bf16Tiles;
-#elif defined(__AVX512BF16__)
+#elif defined(TXL_PAIRS)
   using Compute = Bf16Pair;
 #else
   using Compute = Single;
