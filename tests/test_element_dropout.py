@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import helpers
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import txl_kernels
 from txl_kernels import cpu, dropout
@@ -111,6 +114,30 @@ def test_torch_serves_the_rest(relu):
     y.sum().backward()
     torch.testing.assert_close(leaf.grad, torch.where(y != 0, 2.0, 0.0))
     assert txl_kernels.dropout is dropout
+
+
+@both
+def test_who_traces_sees_torchs_own(relu):
+    x = torch.rand(30, 40) + 0.5
+    graph = make_fx(lambda x: dropout(x, 0.5, relu))(x)
+    assert not any("txl_kernels" in str(node.target) for node in graph.graph.nodes)
+    assert 400 < (graph(x) == 0).sum() < 800
+
+
+@both
+def test_several_gradients_at_once(relu):
+    leaf = torch.randn(30, 40, requires_grad=True)
+    y, dys = dropout(leaf, 0.4, relu), torch.randn(3, 30, 40)
+    (batched,) = torch.autograd.grad(y, leaf, dys, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, leaf, dy, retain_graph=True)[0] for dy in dys]
+    torch.testing.assert_close(batched, torch.stack(each))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
+@both
+def test_what_is_no_probability(relu, p):
+    with pytest.raises(ValueError, match=r"p: got .*, needs 0 <= p <= 1"):
+        dropout(torch.ones(3), p, relu)
 
 
 @needs_kernels

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import txl_kernels
 from txl_kernels import cpu, linear
@@ -153,6 +154,47 @@ def test_torch_serves_the_rest(kernel_calls):
         assert not kernel_calls
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
     assert txl_kernels.linear is linear
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+def test_other_layouts_are_torchs(rows, kernel_calls):
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8)
+    want = F.linear(x, weight)
+    with torch.no_grad():
+        for one, other in (
+            (x, weight.to_sparse_csr()),
+            (x.to_mkldnn(), weight.to_mkldnn()),
+            (torch.nested.nested_tensor([x]), weight),
+        ):
+            got = linear(one, other)
+            got = got[0] if got.is_nested else got.to_dense() if got.is_mkldnn else got
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not kernel_calls
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+@pytest.mark.parametrize("grad", [False, True])
+def test_who_traces_sees_torchs_own(rows, grad, kernel_calls):
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(linear, (x, weight), check_trace=False)
+        with FlopCounterMode(display=False) as flops:
+            want = linear(x, weight)
+    assert "aten::linear" in str(traced.inlined_graph) and flops.get_total_flops() == 2 * rows * 3 * 8
+    assert not kernel_calls
+    torch.testing.assert_close(traced(x, weight), want)
+
+
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+def test_several_gradients_at_once(rows):
+    leaves = [torch.randn(size, requires_grad=True) for size in ((rows, 8), (3, 8), (3,))]
+    out, douts = linear(*leaves), torch.randn(5, rows, 3)
+    batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    for got, *want in zip(batched, *each, strict=True):
+        torch.testing.assert_close(got, torch.stack(want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])

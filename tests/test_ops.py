@@ -582,6 +582,22 @@ def test_what_is_saved_may_be_kept_otherwise(backend, call):
         assert torch.equal(got, exact)
 
 
+@pytest.mark.parametrize("backend", each_fused())
+def test_several_gradients_at_once(backend):
+    """is_grads_batched, and so jacobian(vectorize=True): by a vmap that is not torch.func's."""
+    tensors = inputs(dtype=backend.dtypes[0], device=backend.device)
+    leaves = {name: x.requires_grad_() for name, x in tensors.items() if x is not None}
+    out = rel_attention(**leaves, backend=backend.name)
+    douts = torch.stack([randn_like(out) for _ in range(3)])
+
+    def gradients(dout, **options):
+        return torch.autograd.grad(out, list(leaves.values()), dout, retain_graph=True, **options)
+
+    each = [gradients(dout) for dout in douts]
+    for got, *want in zip(gradients(douts, is_grads_batched=True), *each, strict=True):
+        assert torch.equal(got, torch.stack(want))
+
+
 def test_compiled_autograd():
     tensors = inputs()
     dout = randn_like(tensors["q"])

@@ -403,7 +403,8 @@ PREAMBLE = """# The Triton kernels as compiled
 
 Every tile in `txl_kernels/triton/configs.py`, compiled without a GPU by Triton {version} (`python
 tests/triton_static.py --write docs/triton_kernels.md`), without dropout, clamped distances or a key
-range; of D = 41 and of float16 only some defaults. The first row of a kernel is its default; autotuning measures the others beside it.
+range; of D = 41 and of float16 only some defaults. The first row of a kernel is its default; autotuning
+measures the others beside it.
 
 * **registers** per thread, **stack**: spilled bytes per thread, **shared**: KiB per block, of what the
   part allows.

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, nothing, run_backward
+from txl_kernels.registry import (
+    Gradients,
+    Inputs,
+    Options,
+    is_batched,
+    is_traced,
+    load_library,
+    new_results,
+    nothing,
+    run_backward,
+)
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -40,16 +50,20 @@ def unavailable() -> str | None:
     return None
 
 
-def takes(x: Tensor) -> bool:
-    """A dense tensor on the CPU of one of DTYPES, outside of the compiler and of forward mode's levels. Other
-    kinds (sharded, fake, in torch.func) are torch's."""
+def takes(*tensors: Tensor) -> bool:
+    """Dense tensors on the CPU of DTYPES, where nobody traces and outside of forward mode's levels. Other
+    kinds (sharded, fake, sparse, in torch.func) are torch's."""
+    return not is_traced() and forward_ad._current_level < 0 and all(map(_is_dense, tensors))
+
+
+def _is_dense(x: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()
-        and x.is_cpu
+        x.is_cpu
         and x.dtype in DTYPES
         and type(x) in _DENSE
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not is_batched(x)
     )
 
 

@@ -30,6 +30,8 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
     Raises:
         ValueError: p is not a probability.
     """
+    if not 0 <= p <= 1:
+        raise ValueError(f"p: got {p}, needs 0 <= p <= 1")
     if _served(x, p):
         dropped: Tensor = _Dropout.apply(x, p, relu, philox.seed_tensor(None, x.device).item())
         return dropped
@@ -54,7 +56,10 @@ class _Dropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
-        return _drop(dy.contiguous(), y, ctx.seed, ctx.p), None, None, None
+        if cpu.takes(dy):
+            return _drop(dy.contiguous(), y, ctx.seed, ctx.p), None, None, None
+        factors = torch.ones(dy.shape, dtype=dy.dtype, device=dy.device)
+        return dy * _drop(factors, y, ctx.seed, ctx.p), None, None, None
 
 
 def _drop(x: Tensor, gate: Tensor | None, seed: int, p: float) -> Tensor:

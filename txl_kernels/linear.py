@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        rows = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
+        rows = dy.reshape(-1, dy.shape[-1])
         return (
             linear(dy, weight.t()) if for_x else None,
             _of_weight(rows, x.reshape(len(rows), x.shape[-1])) if for_weight else None,
@@ -90,14 +90,13 @@ def _apart(weight: Tensor) -> Tensor:
 def _served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Tensors for the CPU's kernels that go together: with others torch knows what to do, or complains."""
     return (
-        cpu.takes(x)
-        and cpu.takes(weight)
+        cpu.takes(x, weight, *(() if bias is None else (bias,)))
         and x.dtype is weight.dtype
         and weight.dim() == 2
         and x.dim() > 0
         and weight.shape[1] == x.shape[-1]
         and x.numel() > 0
-        and (bias is None or (cpu.takes(bias) and bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
+        and (bias is None or (bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -56,16 +56,9 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     return _forward(*args)
 
 
-def _is_traced(q: Tensor) -> bool:
-    """Whether somebody, not only the backend, is to see the op."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-        or type(q) is not Tensor  # a fake one, say
-        or q.is_meta
-        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace
-        or torch._C._is_tracing()  # torch.jit.trace
-    )
+def _is_traced(x: Tensor) -> bool:
+    """Whether somebody, not only the backend, is to see the op. type: of a fake tensor, say."""
+    return registry.is_traced() or type(x) is not Tensor or x.is_meta or registry.is_batched(x)
 
 
 def _refuse_torch_func() -> None:

@@ -173,6 +173,22 @@ def load_library(path: Path, kernels: str, fakes: Mapping[str, Callable[..., Any
     return None
 
 
+def is_traced() -> bool:
+    """Whether somebody, not only a kernel, is to see what is called."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace or count
+        or torch._C._is_tracing()  # torch.jit.trace
+    )
+
+
+def is_batched(x: Tensor) -> bool:
+    """One of several tensors that autograd computes at once (is_grads_batched): none of torch.func's."""
+    batched: bool = torch._C._functorch.is_legacy_batchedtensor(x)
+    return batched
+
+
 def nothing(*_: Any) -> None:
     """The fake of an op that fills tensors it is given."""
 

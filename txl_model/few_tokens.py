@@ -89,5 +89,6 @@ def _weights(model: TransformerXL, dtype: torch.dtype) -> list[Tensor]:
         weights += [bias_u, bias_v, attn.qkv_net.weight, attn.o_net.weight, *norms[0]]
         weights += [inner.weight, inner.bias, outer.weight, outer.bias, *norms[1]]
         extra += [attn.qkv_net.bias, attn.o_net.bias, attn.r_net.bias]
-    taken = [w for w in weights if w is not None and cpu.takes(w) and w.dtype is dtype and w.is_contiguous()]
-    return taken if len(taken) == len(weights) and extra == [None] * len(extra) else []
+    taken = [w for w in weights if w is not None and w.dtype is dtype and w.is_contiguous()]
+    fits = cpu.takes(*taken) and len(taken) == len(weights) and extra == [None] * len(extra)
+    return taken if fits else []
