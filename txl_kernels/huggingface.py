@@ -53,12 +53,6 @@ def use_rel_attention(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}, needs a torch.nn.Module")
     layers = [layer for layer in model.modules() if _is_served(layer)]
-    for layer in model.modules():
-        if not _is_served(layer) and _is_made_of_served(layer):
-            raise ValueError(
-                f"model: the class of a layer is {type(layer).__name__}, made of one that is served (by "
-                "torch.nn.utils.parametrize or fully_shard, say): use_rel_attention comes first"
-            )
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_OF_CLASS)}"
@@ -69,10 +63,16 @@ def use_rel_attention(model: nn.Module) -> int:
             given = f"attn_type={config.attn_type!r}, bi_data={config.bi_data}"
             raise ValueError(f"model: XLNet with {given}; needs 'bi', False")
     for layer in layers:
-        method = _OF_CLASS[type(layer).__name__][0]
+        name = type(layer).__name__
+        if name not in _OF_CLASS:
+            raise ValueError(
+                f"model: the class of a layer is {name}, made of one that is served (by "
+                "torch.nn.utils.parametrize or fully_shard, say): use_rel_attention comes first"
+            )
+        method = _OF_CLASS[name][0]
         if method in vars(layer):
             raise ValueError(
-                f"model: the {method} of a {type(layer).__name__} has been replaced already (by accelerate's "
+                f"model: the {method} of a {name} has been replaced already (by accelerate's "
                 "hooks, say), and would go on calling the one before: use_rel_attention comes first"
             )
     key_ranges = _KeyRanges()  # one for all layers: they are given the same mask
@@ -105,16 +105,9 @@ def _new(base: Any) -> Any:
 
 
 def _is_served(layer: nn.Module) -> bool:
-    return type(layer).__name__ in _OF_CLASS and _is_relative(layer)
-
-
-def _is_made_of_served(layer: nn.Module) -> bool:
-    return any(base.__name__ in _OF_CLASS for base in type(layer).__mro__[1:]) and _is_relative(layer)
-
-
-def _is_relative(layer: nn.Module) -> bool:
+    """Of a class that is served, or of one made of it."""
     kind = getattr(layer, "position_embeddings_type", "relative")  # Shaw's, rotary or none, in some
-    return kind == "relative"
+    return kind == "relative" and any(base.__name__ in _OF_CLASS for base in type(layer).__mro__)
 
 
 # ---- Masks -------------------------------------------------------------------------------------------------
