@@ -173,6 +173,10 @@ def load_library(path: Path, kernels: str, fakes: Mapping[str, Callable[..., Any
     return None
 
 
+# Whether a tensor is one of several that autograd computes at once (is_grads_batched): none of torch.func's.
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
 def is_traced() -> bool:
     """Whether somebody, not only a kernel, is to see what is called."""
     return (
@@ -181,12 +185,6 @@ def is_traced() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode: of modes that trace or count
         or torch._C._is_tracing()  # torch.jit.trace
     )
-
-
-def is_batched(x: Tensor) -> bool:
-    """One of several tensors that autograd computes at once (is_grads_batched): none of torch.func's."""
-    batched: bool = torch._C._functorch.is_legacy_batchedtensor(x)
-    return batched
 
 
 def nothing(*_: Any) -> None:
