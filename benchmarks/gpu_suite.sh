@@ -197,20 +197,13 @@ run_tests() { # NAME SECONDS PYTEST'S ARGUMENTS...: those marked gpu, on all cor
 first_tests() {
   # The CUDA kernels are compiled: nothing to wait for.
   run_tests tests-cuda 120 tests -k "cuda and not test_large"
-  # Forward by mma.sync, as elsewhere.
+  # By mma.sync, as elsewhere.
   if "$python" -c 'import sys, torch; from txl_kernels import cuda; sys.exit(not cuda.has_warpgroups(torch.device("cuda")))'; then
     TXL_CUDA_WARPGROUPS=0 run_tests tests-mma 75 -k "cuda and not float32 and not test_large" \
       tests/test_triton_gpu.py tests/test_forward.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py \
-      tests/test_dropout.py
-    # Backward by wgmma, which it is not by default.
-    TXL_CUDA_BACKWARD_WARPGROUPS=1 run_tests tests-wgmma-backward 75 -k "cuda and not float32 and not test_large" \
-      tests/test_rel_attn_grad.py tests/test_masks.py tests/test_clamp.py tests/test_key_range.py tests/test_dropout.py \
-      tests/test_determinism.py
-    # Decode's second kernel launched early, which it is not by default.
-    TXL_CUDA_PDL=1 run_tests tests-pdl 40 -k "cuda and not float32 and not test_large" tests/test_triton_gpu.py \
-      tests/test_forward.py
+      tests/test_dropout.py tests/test_rel_attn_grad.py
   else
-    say "without sm_90 or kernels for it: forward was by mma.sync"
+    say "without sm_90 or kernels for it: that was by mma.sync"
   fi
   # What only a GPU shows of Triton's: sizes, races, streams, graphs.
   run_tests tests-triton-gpu 90 tests/test_triton_gpu.py -k "not cuda and not test_large"
@@ -248,14 +241,6 @@ run_benchmarks() {
     return
   fi
   bench must_reach 300 "$python" benchmarks/must_reach.py --device cuda
-  TXL_CUDA_BACKWARD_WARPGROUPS=1 bench must_reach-wgmma-backward 60 \
-    "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ train"
-  TXL_CUDA_PDL=1 bench must_reach-pdl 40 "$python" benchmarks/must_reach.py --device cuda --rows "CUDA C++ decode"
-  # Kernel by kernel.
-  for head in 64 128; do
-    TXL_CUDA_BACKWARD_WARPGROUPS=1 bench wgmma-backward-d$head 45 "${attention[@]}" --d-head $head \
-      --pass backward --backends cuda --rivals sdpa-no-position
-  done
   bench attention-d64 120 "${attention[@]}"
   for batch in 1 64; do
     bench decode-b$batch 60 "${attention[@]}" --pass decode --klen 3800 --batch $batch

@@ -109,9 +109,8 @@ for L in (1, 20, 70):
             k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1
         )
         out.sum().backward()
-cuda.WARPGROUPS = cuda.BACKWARD_WARPGROUPS = True
-cuda.PDL = True
-gpu.key_splits = lambda inputs, at_once: 2
+cuda.WARPGROUPS = True
+gpu.key_splits = lambda *_: 2
 for p in (0.0, 0.5):
     txl_kernels.rel_attention(k[:, :, :1], k, k, k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1)
     out = txl_kernels.rel_attention(

@@ -62,10 +62,10 @@ def main() -> int:
     if not backends:
         print(f"none of {', '.join(wanted)} can run on a GPU here", file=sys.stderr)
         return 2
-    cuda.WARPGROUPS = cuda.BACKWARD_WARPGROUPS = False
+    cuda.WARPGROUPS = False
     failed = [wrong(backend, *case) for backend in backends for case in CASES]
     if any(b.name == "cuda" for b in backends) and cuda.has_warpgroups(torch.device("cuda")):
-        cuda.WARPGROUPS = cuda.BACKWARD_WARPGROUPS = True
+        cuda.WARPGROUPS = True
         print("by warpgroups:")
         wide = dict(B=1, H=1, L=150, K=331, D=128, dtype=bf16), dict(dropout_p=0.3, dropout_seed=1)
         failed += [wrong(b, *case) for b in backends if b.name == "cuda" for case in (*CASES[:2], wide)]

@@ -114,10 +114,10 @@ def test_against_the_reference(case, dtype):
 @pytest.mark.parametrize("case", [c for c in CASES if c["D"] <= 128], ids=name_of)
 def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "WARPGROUPS", True)
-    monkeypatch.setattr(cuda, "BACKWARD_WARPGROUPS", True)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
     D, forward = case["D"], case["L"] > 16
-    backward = 32 < D <= 64 or 96 < D <= 128
+    copied = D % 8 == 0  # by the copy engine, without which backward is not by warpgroups
+    backward = copied and (32 < D <= 64 or 96 < D <= 128)
     check_case(case, dtype, backward=backward)
     ran = (tmp_path / "trace").read_text().splitlines()
     blocks = [line for line in ran if "ForwardKernel" in line or "DkDvKernel" in line]
@@ -126,7 +126,7 @@ def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     for block in ("WarpgroupSlopeBlock", "WarpgroupRowBlock"):
         assert sum(block in line for line in ran) == backward
     assert len(blocks) == 1 + backward
-    assert (boxes(ran) > 0) == (forward and D % 8 == 0)
+    assert (boxes(ran) > 0) == (copied and (forward or backward))
 
 
 @emulated
@@ -147,7 +147,7 @@ def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
 def test_the_gradient_of_scores_in_parts(monkeypatch, tmp_path, options, dtype, D, warpgroups):
     if warpgroups and not options:
         pytest.skip("the other options have all of it")
-    monkeypatch.setattr(cuda, "BACKWARD_WARPGROUPS", warpgroups)
+    monkeypatch.setattr(cuda, "WARPGROUPS", warpgroups)
     options = dict(options)
     if "key_range" in options:
         options["key_range"] = key_range(*options["key_range"])
@@ -242,6 +242,7 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
     [
         (1, 7, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
         (16, 3, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, true>"),
+        (16, 4, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, false>"),
         (16, 3, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
         (70, 2, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
         (16, 3, 0.2, "WarpgroupBlock"),
@@ -249,11 +250,12 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
     ],
 )
 def test_keys_shared_out(monkeypatch, tmp_path, L, splits, dropout_p, block):
-    """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees."""
-    monkeypatch.setattr(cuda, "WARPGROUPS", block == "WarpgroupBlock")
-    monkeypatch.setattr(cuda, "PDL", True)
+    """Few queries on a GPU with many multiprocessors: splits of the keys, one of which no query sees. The
+    kernel that joins them is launched early unless blocks come in several rounds."""
+    monkeypatch.setattr(cuda, "WARPGROUPS", "64, 4" not in block)
+    monkeypatch.setattr(gpu, "processors", lambda device: 1 if splits == 4 else 132)
     monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
-    monkeypatch.setattr(gpu, "key_splits", lambda inputs, at_once: splits)
+    monkeypatch.setattr(gpu, "key_splits", lambda *_: splits)
     tensors = inputs(L=L, K=900, D=64, N=400, dtype=bf16)
     dropout = dict(dropout_p=dropout_p, dropout_seed=1)
     check(CUDA, tensors, backward=False, **dropout)
@@ -287,7 +289,6 @@ torch.save(got, sys.argv[1])
             env={
                 **os.environ,
                 "TXL_CUDA_WARPGROUPS": warpgroups,
-                "TXL_CUDA_BACKWARD_WARPGROUPS": warpgroups,
                 **environment,
             },
             cwd=ROOT,

@@ -3,14 +3,11 @@
 TXL_CUDA_EMULATION names a library of the same kernels built for the CPU (tests/cuda_emulation/): then the
 backend serves tensors on the CPU, slowly, every access to memory checked.
 
-On sm_90 forward is computed by wgmma where there is a kernel with it: bfloat16 and float16, D up to 128, more
-than 16 queries or dropout. TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this module: by mma.sync, as
-elsewhere.
-TXL_CUDA_BACKWARD_WARPGROUPS=1, or BACKWARD_WARPGROUPS = True: backward, too, if D is 33 to 64 or 97 to 128.
-That has not been timed, so it is off.
-
-TXL_CUDA_PDL=1, or PDL = True: for up to 16 queries (decode, no dropout) of these dtypes and D, the kernel
-that joins what blocks found is launched while they work (programmatic dependent launch). Not timed either.
+On sm_90 bfloat16 and float16 have kernels of its own (TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this
+module: the others', by mma.sync): by wgmma forward with D up to 128 and more than 16 queries or dropout, and
+backward with D 33 to 64 or 97 to 128 where the copy engine can copy k, r and dO, as it can if 8 divides D.
+For up to 16 queries (decode, no dropout) the kernel that joins what blocks found is launched while they work
+(programmatic dependent launch), unless they come in several rounds.
 
 Backward keeps the gradient of scores for a while, of as many heads (or of as many of a head's queries) at a
 time as gpu.slope_bytes allows.
@@ -33,8 +30,6 @@ NAME = "cuda"
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 # Emulated, both ways are to be tested, and mma.sync's is most of the code.
 WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS", "0" if _EMULATION else "1") != "0"
-BACKWARD_WARPGROUPS = os.environ.get("TXL_CUDA_BACKWARD_WARPGROUPS", "0") != "0"
-PDL = os.environ.get("TXL_CUDA_PDL", "0") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
 _FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with `TXL_BUILD_CUDA=1 pip install -e .` in the source tree (needs nvcc)"
@@ -46,8 +41,9 @@ _FLOAT32_HEAD = 128
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
-# Blocks of few queries that shared memory has room for, D 64 or 128.
-_AT_ONCE = 6
+# Few queries (csrc/cuda/forward.h: is_decode). Blocks that shared memory has room for, D 64 or 128; keys that
+# are worth a block.
+_AT_ONCE, _SPLIT_KEYS = 6, 64
 
 _loaded = False
 
@@ -86,8 +82,6 @@ def details() -> dict[str, str]:
     return {
         "targets": torch.ops.txl_kernels.cuda_targets(),
         "warpgroups": "on sm_90" if WARPGROUPS else "off",
-        "warpgroups of backward": "on sm_90" if BACKWARD_WARPGROUPS else "off",
-        "programmatic dependent launch": "of decode, on sm_90" if PDL else "off",
     }
 
 
@@ -140,9 +134,14 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     gpu.check_sizes(NAME, inputs)
     q, (B, H, L, D) = inputs.q, inputs.q.shape
     out, lse = new_results(q)
-    splits = gpu.key_splits(inputs, _AT_ONCE if L <= gpu.DECODE_QUERIES else 4)
+    splits = gpu.key_splits(inputs)
+    if L <= gpu.DECODE_QUERIES and options.dropout_p == 0:
+        step = 32 if q.dtype.itemsize == 2 and D <= 64 else 16  # a tile, as forward.h's kForwardKeys
+        splits = gpu.key_splits(inputs, _AT_ONCE, _SPLIT_KEYS, step)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
-    warpgroups, pdl = (asked and has_warpgroups(q.device) for asked in (WARPGROUPS, PDL))
+    warpgroups = WARPGROUPS and has_warpgroups(q.device)
+    # The kernel that joins splits would be in the way of those that wait.
+    pdl = warpgroups and B * H * splits <= _AT_ONCE * gpu.processors(q.device)
     with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
             *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, pdl, _stream(q.device)
@@ -155,5 +154,5 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with gpu.current(device):
-        bound, warpgroups = gpu.slope_bytes(device), BACKWARD_WARPGROUPS and has_warpgroups(device)
+        bound, warpgroups = gpu.slope_bytes(device), WARPGROUPS and has_warpgroups(device)
         return run_backward(op, dout, inputs, out, lse, options, bound, warpgroups, _stream(device))

@@ -33,22 +33,23 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
-def key_splits(inputs: Inputs, at_once: int = 4) -> int:
+def key_splits(inputs: Inputs, at_once: int = 4, least: int = SPLIT_KEYS, step: int = 64) -> int:
     """Into how many splits the keys are shared out: more than one where blocks of queries are too few for the
     GPU, or where so many of one query would leave much of it idle at the end.
 
-    at_once: blocks that a multiprocessor works on at a time.
+    at_once: blocks that a multiprocessor works on at a time. least: keys that are worth a block. step: what
+    the number of a split's keys is a multiple of.
     """
     B, H, L, _ = inputs.q.shape
     K = inputs.k.shape[2]
     decode = L <= DECODE_QUERIES
     blocks, slots = -(-L // (DECODE_QUERIES if decode else 64)) * B * H, at_once * processors(inputs.q.device)
-    splits = min(max(1, slots // blocks), -(-K // SPLIT_KEYS))
+    splits = min(max(1, slots // blocks), -(-K // least))
     if decode and splits == 1 and K >= 8 * SPLIT_KEYS:
         # Rounds of the GPU over its blocks; merging costs a few percent.
         splits = min((1, 2, 3, 4), key=lambda n: -(-blocks * n // slots) / n * (1 if n == 1 else 1.05))
-    # As many as have keys: each but the last has a multiple of 64.
-    return max(1, -(-K // max(64, -(-K // splits // 64) * 64)))
+    # As many as have keys: each but the last has a multiple of `step`.
+    return max(1, -(-K // max(step, -(-K // splits // step) * step)))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ int64_t backward_workspace(const Problem& p, int64_t budget) {
 }
 
 template <class Kernel>
-int launch_part(const BackwardParams& params, void* stream) {
+int launch_part(const typename Kernel::Params& params, void* stream) {
   return launch<Kernel>(Kernel::blocks(params), Kernel::kSharedBytes, params, stream);
 }
 
@@ -58,6 +58,7 @@ template <typename E, int kHead, bool kDropout>
 struct WarpgroupBackward {
   static constexpr int kKeys = kWarpgroupKeys, kQueries = kWarpgroupQueries, kRows = kWarpgroupRows;
 
+  static bool serves(const BackwardParams& params);  // what they need the copy engine to copy
   static int dk_dv(const BackwardParams& params, void* stream);
   static int dq(const BackwardParams& params, void* stream);
   static int dr(const BackwardParams& params, void* stream);
@@ -123,7 +124,8 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
   const auto choose = [&](auto dropout) {
     constexpr bool kDropout = decltype(dropout)::value;
     if constexpr (kWarpgroupBackward<E, kHead>) {
-      if (warpgroups) return run(Type<WarpgroupBackward<E, kHead, kDropout>>{});
+      using Of = WarpgroupBackward<E, kHead, kDropout>;
+      if (warpgroups && Of::serves(params)) return run(Type<Of>{});
     }
     run(Type<BackwardOf<E, kHead, kDropout>>{});
   };

@@ -12,12 +12,12 @@ namespace txl::cuda {
 // Block: what computes the products of a tile: KeyBlock or WarpgroupKeyBlock.
 template <typename Block, bool kDropout>
 struct DkDvKernel : private Block {
-  using Params = BackwardParams;
+  using Params = typename Block::Params;
   using E = typename Block::Element;
   using Block::kOwnTiles, Block::kQueryTiles, Block::kTogether;
-  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead;
+  using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead, Block::kByWarpgroups;
 
-  static TXL_HD int64_t parts(const Params& x) { return Block::blocks_of_head(x.p); }  // of a head
+  static TXL_HD int64_t parts(const BackwardParams& x) { return Block::blocks_of_head(x.p); }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * x.chunk.batches; }
   static TXL_DEVICE void run(const Params& params) { DkDvKernel(params).collect(); }
 
@@ -28,7 +28,7 @@ struct DkDvKernel : private Block {
   using Block::params, Block::p, Block::t, Block::b, Block::h, Block::j0, Block::mask, Block::tiles;
 
   float dk[kOwnTiles][4], dv[kOwnTiles][4];
-  float ds_sum[4];  // of the lane's keys, over the queries; every column of the n8 tile is the same
+  float ds_sum[4];  // of the lane's keys, over the queries; by warpgroups over the lane's
 
   TXL_DEVICE explicit DkDvKernel(const Params& x) : Block(x), dk{}, dv{}, ds_sum{} {}
 
@@ -39,29 +39,40 @@ struct DkDvKernel : private Block {
         x = pair.x, y = pair.y;
       });
     if (tiles.begin < tiles.end) {
+      this->begin_copies();
       this->load_keys();
-      if (!is_far(tiles.begin)) this->copy_position(tiles.begin);
-      commit_copies();
+      this->copy_position(tiles.begin);
     }
     for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
-      this->wait();  // the band's operands are there for all, and all are done with the tile before
-      base = opaque(base);
-      this->copy_queries(i0);
-      commit_copies();
-      if (!is_far(i0)) this->take_band(i0);
-      if constexpr (kDropout) draw_dropout(i0);
-      this->wait();  // so are the rest and the band, and all are done with the band's operands
-      if (i0 + BM < tiles.end && !is_far(i0 + BM)) this->copy_position(i0 + BM);
-      commit_copies();
-      if (is_hidden(i0)) continue;
-      if (is_far(i0))
+      start_tile<false>(i0);
+      if (is_hidden(i0)) {
+        continue;
+      } else if (is_far(i0)) {
         add_queries<true, false>(i0);
-      else if (is_masked(i0))
+      } else if (is_masked(i0)) {
         add_queries<false, true>(i0);
-      else
-        add_queries<false, false>(i0);
+      } else {
+        // Nearly all tiles: by warpgroups in a loop of their own, or sums would change registers in each.
+        for (const int end = kByWarpgroups ? this->end_of_near() : i0;; start_tile<true>(i0)) {
+          add_queries<false, false>(i0);
+          if (i0 + BM >= end) break;
+          i0 += BM;
+        }
+      }
     }
     store();
+  }
+
+  // Until what it needs is there; starts to copy the next one's.
+  template <bool kNear>
+  TXL_DEVICE void start_tile(int i0) {
+    this->wait_position();
+    base = opaque(base);
+    this->copy_queries(i0);
+    if (kNear || !is_far(i0)) this->take_band(i0);
+    if constexpr (kDropout) draw_dropout(i0);
+    this->wait_queries(i0);
+    if (i0 + BM < tiles.end) this->copy_position(i0 + BM);
   }
 
   // A word's bits of a query's 16 calls for 64 keys, by group of 16 keys.
@@ -119,9 +130,11 @@ struct DkDvKernel : private Block {
               ds[n][x] = seen ? weight * (of_weight - of_query.y) : 0.0f;  // unseen, it may hold NaN
             }
           }
+          if constexpr (kByWarpgroups)  // mma.sync would wait for them
+            for (int y = 0; y < 4; y += 2) ds_sum[y] += ds[n][y] + ds[n][y + 1];
         },
         [&](int n, const Square<E>& a) {
-          add_sum(ds_sum, a);
+          if constexpr (!kByWarpgroups) add_sum(ds_sum, a);
           if (this->stores_slopes()) store_slopes(to + 8 * n * params.w.chunks.columns, a);
         });
   }
@@ -179,9 +192,13 @@ struct DkDvKernel : private Block {
     sync_threads();  // all are done with the keys and values
     put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.queries);
     put_rows(of_dv, own_key + lane() / 4, own_channel, dv, params.scale.kept);
-    if (own_channel == 0 && lane() % 4 == 0)
-      for (int y = 0; y < 2; ++y)
-        store_shared(base + Block::kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, ds_sum[2 * y]);
+    for (int y = 0; y < 2; ++y) {
+      float& sum = ds_sum[2 * y];
+      if constexpr (kByWarpgroups)
+        for (int step = 1; step < 4; step *= 2) sum += shuffle_xor(sum, step);
+      if (own_channel == 0 && lane() % 4 == 0)
+        store_shared(base + Block::kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, sum);
+    }
     sync_threads();
     if (params.chunk.last) {
       write_rows<kHead, kThreads>(of_dk, BN, Source<E>(t.dk, b, h, p), j0, p.K);
@@ -195,17 +212,16 @@ struct DkDvKernel : private Block {
 
   // The block's part of du: its keys by their sums of dS, over the queries of all chunks.
   TXL_DEVICE void store_du() {
-    const Source<E> k_rows(t.k, b, h, p);
+    using Sums = WeightedRows<E, kHead, kThreads>;
+    constexpr uint32_t kScratchAt = Block::kBandAt + BN * 4;
+    static_assert(kScratchAt + Sums::kBytes <= Block::kStatisticsAt, "room in the band");
     const int64_t part = (static_cast<int64_t>(b) * p.H + h) * parts(params) + j0 / BN;
-    for (int d = thread_index(); d < p.D; d += kThreads) {
-      float* const to = params.w.du_parts + part * p.D + d;
-      float sum = params.chunk.lo > 0 ? load_own(to) : 0;
-      for (int j = larger(mask.lo, j0); j < smaller(mask.hi, j0 + BN); ++j) {
-        const float ds = load_shared<float>(base + Block::kBandAt + static_cast<uint32_t>(j - j0) * 4);
-        sum += ds * finite(to_float(load_global(k_rows.data + j * k_rows.row + d)));
-      }
-      store_global(to, sum);
-    }
+    const int first = larger(mask.lo, j0), end = smaller(mask.hi, j0 + BN);
+    Sums::add(t.k, b, h, p, first, end - first, base + Block::kBandAt + static_cast<uint32_t>(first - j0) * 4,
+              base + kScratchAt, [&](int d, float sum) {
+                float* const to = params.w.du_parts + part * p.D + d;
+                store_global(to, params.chunk.lo > 0 ? load_own(to) + sum : sum);
+              });
   }
 };
 

@@ -9,12 +9,14 @@ namespace txl::cuda {
 // Block: what computes the products of a tile: SlopeBlock or WarpgroupSlopeBlock.
 template <typename Block>
 struct DqKernel : private Block {
-  using Params = BackwardParams;
+  using Params = typename Block::Params;
   using E = typename Block::Element;
   using Block::kHeadTiles, Block::kSquares, Block::kApart;
   using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead;
 
-  static TXL_HD int64_t parts(const Params& x) { return div_up(x.chunk.hi - x.chunk.lo, BM); }  // of a head
+  static TXL_HD int64_t parts(const BackwardParams& x) {
+    return div_up(x.chunk.hi - x.chunk.lo, BM);
+  }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * x.chunk.batches; }
   static TXL_DEVICE void run(const Params& params) { DqKernel(params).collect(); }
 
@@ -47,7 +49,7 @@ struct DqKernel : private Block {
   static TXL_DEVICE int query_of_lane(int y) { return Block::query_of_row(Block::row_of_lane(y)); }
 
   TXL_DEVICE void collect() {
-    if (tiles.begin < tiles.end) this->copy_tile(tiles.begin);
+    if (tiles.begin < tiles.end) this->begin_copies(), this->copy_tile(tiles.begin);
     for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
       this->wait_tile();
       base = opaque(base);
@@ -143,18 +145,24 @@ struct DqKernel : private Block {
 
   // What the block's clamped pairs add to the first and the last row of dr, and behind it to their sum of dS.
   TXL_DEVICE void store_clamped() {
-    const Source<E> q_v(params.w.q_v, b, h, p);
-    const int width = 2 * (static_cast<int>(p.D) + 1), exist = smaller(BM, params.chunk.hi - i0);
+    using Sums = WeightedRows<E, kHead, kThreads>;
+    constexpr uint32_t kScratchAt = Block::kBandAt + 2 * BM * 4;
+    static_assert(kScratchAt + Sums::kBytes <= Block::kTilesAt, "room in the band");
+    const int width = static_cast<int>(p.D) + 1, exist = smaller(BM, params.chunk.hi - i0);
     const int64_t part = params.chunk.head(b, h) * parts(params) + (i0 - params.chunk.lo) / BM;
-    for (int w = thread_index(); w < width; w += kThreads) {
-      const int end = w / (width / 2), d = w % (width / 2);
-      float sum = 0;
-      for (int y = 0; y < exist; ++y) {
-        const float ds = load_shared<float>(base + Block::kBandAt + static_cast<uint32_t>(end * BM + y) * 4);
-        // A query that has no such pair has no part in it, whatever it holds.
-        sum += d == p.D ? ds : ds * finite(to_float(load_global(q_v.data + (i0 + y) * q_v.row + d)));
+    TXL_NO_UNROLL_GPU
+    for (int end = 0; end < 2; ++end) {
+      const uint32_t weights = base + Block::kBandAt + static_cast<uint32_t>(end * BM) * 4;
+      float* const to = params.w.clamped_parts + (2 * part + end) * width;
+      // A query that has no such pair has no part in it, whatever it holds.
+      Sums::add(params.w.q_v, b, h, p, i0, exist, weights, base + kScratchAt,
+                [&](int d, float sum) { store_global(to + d, sum); });
+      if (thread_index() == 0) {
+        float sum = 0;
+        for (int y = 0; y < exist; ++y) sum += load_shared<float>(weights + static_cast<uint32_t>(y) * 4);
+        store_global(to + p.D, sum);
       }
-      store_global(params.w.clamped_parts + part * width + w, sum);
+      sync_threads();  // all are done with the scratch
     }
   }
 };

@@ -37,19 +37,22 @@ TXL_DEVICE RowTiles queries_of_rows(const Problem& p, const Chunk& chunk, Range 
 
 template <typename E, int kChannels, int kQueries>
 struct RowBlock {
+  using Params = BackwardParams;
   using Element = E;
   static constexpr int kHead = kChannels, BM = kQueries, kWarps = 4;
   static constexpr bool kPanels = false;  // whether q + v lies as wgmma reads it
+  static constexpr int kPlaces = 2;       // of tiles, in shared memory
+  static constexpr uint32_t kOwnBytes = 0;
 
   // dr += dS^T q_v, sum += dS of each row; slopes(n): dS^T of the tile's n-th 16 queries. kMasked: some are
   // not seen.
   template <bool kMasked, int kHeadTiles, typename Tile, typename F>
-  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Tile q_v, F slopes) {
+  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[1][4], Tile q_v, F slopes) {
     TXL_UNROLL_GPU
     for (int n = 0; n < BM / 16; ++n) {
       const auto a = slopes(n);
       add_rows<kMasked>(dr, a, q_v, 16 * n, 0);
-      add_sum(sum, a);
+      add_sum(sum[0], a);
     }
   }
 };
@@ -58,25 +61,27 @@ struct RowBlock {
 
 // Block: RowBlock or WarpgroupRowBlock.
 template <typename Block>
-struct DrKernel {
-  using Params = BackwardParams;
+struct DrKernel : private Block {
+  using Params = typename Block::Params;
   using E = typename Block::Element;
   static constexpr int kHead = Block::kHead, BM = Block::BM, kWarps = Block::kWarps;
+  static constexpr int kPlaces = Block::kPlaces;  // of tiles: one that is multiplied, others on their way
   using Tile = std::conditional_t<Block::kPanels, Panels<E, kHead, BM>, Rows<E, kHead>>;
   static constexpr int kThreads = 32 * kWarps, BN = 16 * kWarps;
   static constexpr int kHeadTiles = kHead / 8;
   static constexpr int kPieces = BN / kPiece<E> + 1;  // of a row of dS, which may begin within the first
 
-  // Shared memory: two places each for dS and q + v; the sums of dS at the end. From a row of dS to the
-  // second next are 8 banks modulo 32.
+  // Shared memory: kPlaces places each for dS and q + v; the block's own; the sums of dS at the end. From a
+  // row of dS to the second next are 8 banks modulo 32.
   static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Tile::kRowBytes;
-  static constexpr uint32_t kQueriesAt = 2 * BM * kSlopeBytes, kSumsAt = kQueriesAt + 2 * kQueryBytes;
+  static constexpr uint32_t kQueriesAt = kPlaces * BM * kSlopeBytes,
+                            kOwnAt = kQueriesAt + kPlaces * kQueryBytes, kSumsAt = kOwnAt + Block::kOwnBytes;
   static constexpr uint32_t kAlignment = Block::kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
   static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + kAlignment - 128;
   static_assert(kQueriesAt % kAlignment == 0, "tiles begin at multiples of it");
-  static_assert(2 * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
+  static_assert(kPlaces * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
-  static TXL_HD int64_t parts(const Params& x) { return div_up(x.p.N, BN); }  // of a head
+  static TXL_HD int64_t parts(const BackwardParams& x) { return div_up(x.p.N, BN); }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * splits(x).size(); }
   static TXL_DEVICE void run(const Params& params) { DrKernel(params).collect(); }
 
@@ -87,8 +92,8 @@ struct DrKernel {
   int split, h, c0;  // c0: the block's first row
   int first_entry, end_entry;
   float dr[kHeadTiles][4];
-  float ds_sum[4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
-  uint32_t base;    // of shared memory
+  float ds_sum[1][4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
+  uint32_t base;       // of shared memory
   using TileCopier = Copier<kThreads, Tile>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
@@ -144,12 +149,13 @@ struct DrKernel {
     return params.chunk.lo > 0 || first_entry > split * static_cast<int>(params.w.entries);
   }
 
-  // Two places, in turns.
-  static TXL_DEVICE uint32_t turn(int i0) { return static_cast<uint32_t>(i0) / BM % 2; }
+  // The places, in turns.
+  static TXL_DEVICE uint32_t turn(int i0) { return static_cast<uint32_t>(i0) / BM % kPlaces; }
   TXL_DEVICE uint32_t slopes(int i0) const { return base + turn(i0) * BM * kSlopeBytes; }
   TXL_DEVICE Tile q_v(int i0) const { return {base + kQueriesAt + turn(i0) * kQueryBytes}; }
 
   TXL_DEVICE void collect() {
+    if constexpr (Block::kPanels) this->begin_copies(base + kOwnAt);
     if (params.clamps && split == static_cast<int>(splits(params).lo)) add_clamped();
     for (int b = first_entry; b < end_entry; ++b) add_entry(Entry(*this, b));
     store();
@@ -159,11 +165,12 @@ struct DrKernel {
     const RowTiles& tiles = entry.tiles;
     if (tiles.begin >= tiles.end) return;
     sync_threads();  // all are done with the entry before
-    copy_tile(entry, tiles.begin);
+    constexpr int kAhead = (kPlaces - 1) * BM;
+    for (int i0 = tiles.begin; i0 < tiles.begin + kAhead; i0 += BM) copy_tile(entry, i0);
     for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
-      wait_copied<Block::kPanels>();  // the tile is there for all, and all are done with the one before
+      wait_tile(i0);
       base = opaque(base);
-      if (i0 + BM < tiles.end) copy_tile(entry, i0 + BM);
+      copy_tile(entry, i0 + kAhead);
       if (entry.is_hidden(i0)) continue;
       if (entry.is_masked(i0))
         add_queries<true>(entry, i0);
@@ -174,8 +181,12 @@ struct DrKernel {
 
   // ---- Loads ----
 
-  // Starts to copy dS and q + v of the tile.
+  // Starts to copy dS and q + v of the tile, if there is one.
   TXL_DEVICE void copy_tile(const Entry& entry, int i0) const {
+    if (i0 < entry.tiles.end) start_copies(entry, i0);
+    commit_copies();
+  }
+  TXL_DEVICE void start_copies(const Entry& entry, int i0) const {
     // A thread has pieces of the same column of pieces, of rows that are whole pieces apart: what they skip
     // is the same. The last piece of every row is copied apart.
     constexpr int kOfRow = kPieces - 1, kEvery = kThreads / kOfRow;
@@ -183,9 +194,18 @@ struct DrKernel {
     const int thread = opaque(thread_index());
     copy_pieces<BM / kEvery, kEvery>(entry, i0, thread / kOfRow, thread % kOfRow);
     if (thread < BM) copy_pieces<1, 0>(entry, i0, thread, kOfRow);
-    copier.template copy<BM>(q_v(i0), 0, entry.q_v, i0 + BM <= entry.mask.L, i0,
-                             [&](int y) { return entry.mask.query(i0 + y); });
-    commit_copies();
+    if constexpr (Block::kPanels) {
+      this->copy(q_v(i0), params, i0, h, entry.b, turn(i0));
+    } else {
+      copier.template copy<BM>(q_v(i0), 0, entry.q_v, i0 + BM <= entry.mask.L, i0,
+                               [&](int y) { return entry.mask.query(i0 + y); });
+    }
+  }
+  // Until the tile is there for all, and all are done with the one before.
+  TXL_DEVICE void wait_tile(int i0) {
+    if constexpr (Block::kPanels) this->wait(turn(i0));
+    wait_copies<kPlaces - 2>();
+    sync_threads();
   }
 
   // A piece each of the tile's rows y, y + kEvery, ... Beyond the first key and the last one dS is 0.
@@ -193,7 +213,7 @@ struct DrKernel {
   TXL_DEVICE void copy_pieces(const Entry& entry, int i0, int y, int piece) const {
     const int columns = static_cast<int>(params.w.chunks.columns);
     const int j = entry.first_key + i0 + y - entry.skipped(y) + piece * kPiece<E>;
-    const E* const from = params.slopes<E>(entry.b, h, i0 + y, j);
+    const E* const from = params.template slopes<E>(entry.b, h, i0 + y, j);
     const uint32_t to =
         slopes(i0) + static_cast<uint32_t>(y) * kSlopeBytes + static_cast<uint32_t>(piece) * 16;
     TXL_UNROLL_GPU
@@ -215,7 +235,7 @@ struct DrKernel {
         for (int d = 0; d < kHeadTiles; ++d)
           for (int x = 0; x < 2; ++x)
             if (8 * d + x < limit) dr[d][2 * y + x] += load_global(from + column + 8 * d + x);
-        ds_sum[2 * y] += load_global(from + p.D);
+        ds_sum[0][2 * y] += load_global(from + p.D);
       }
     }
   }
@@ -224,7 +244,7 @@ struct DrKernel {
 
   template <bool kMasked>
   TXL_DEVICE void add_queries(const Entry& entry, int i0) {
-    Block::template add<kMasked>(dr, ds_sum, q_v(i0), [&](int n) {
+    this->template add<kMasked>(dr, ds_sum, q_v(i0), [&](int n) {
       auto a = load_slopes(entry, i0, 16 * n);
       if constexpr (kMasked)
         a.keep([&](int m, int x) {
@@ -267,7 +287,7 @@ struct DrKernel {
     if (lane() % 4 == 0)
       for (int y = 0; y < 2; ++y)
         store_shared(base + kSumsAt + static_cast<uint32_t>(own_row() + lane() / 4 + 8 * y) * 4,
-                     ds_sum[2 * y]);
+                     ds_sum[0][2 * y]);
     const Rows<E, kHead> results{base + kQueriesAt};
     if (params.w.whole_dr)
       put_rows(results, own_row() + lane() / 4, 0, dr, params.scale.queries);
@@ -297,17 +317,14 @@ struct DrKernel {
 
   // The block's part of the gradient of v: its rows by their sums of dS.
   TXL_DEVICE void store_dv_bias() {
-    const Source<E> r_rows(t.r, 0, h, p);
+    using Sums = WeightedRows<E, kHead, kThreads>;
+    static_assert(Sums::kBytes <= kQueriesAt, "room where dS was");
     const int64_t part = (static_cast<int64_t>(split) * p.H + h) * blocks_of_head() + c0 / BN;
-    for (int d = thread_index(); d < p.D; d += kThreads) {
-      float* const to = params.w.dv_bias_parts + part * p.D + d;
-      float sum = goes_on() ? load_own(to) : 0;
-      for (int n = 0; n < smaller<int64_t>(BN, p.N - c0); ++n) {
-        const float ds = load_shared<float>(base + kSumsAt + static_cast<uint32_t>(n) * 4);
-        sum += ds * finite(to_float(load_global(r_rows.data + (c0 + n) * r_rows.row + d)));
-      }
-      store_global(to, sum);
-    }
+    Sums::add(t.r, 0, h, p, c0, static_cast<int>(smaller<int64_t>(BN, p.N - c0)), base + kSumsAt, base,
+              [&](int d, float sum) {
+                float* const to = params.w.dv_bias_parts + part * p.D + d;
+                store_global(to, goes_on() ? load_own(to) + sum : sum);
+              });
   }
 };
 

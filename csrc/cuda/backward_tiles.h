@@ -197,6 +197,47 @@ TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&
                     acc[d][2 * y + 1] * factor);
 }
 
+// put(d, the sum of rows `first` to first + count - 1 of x, each by its weight, at channel d). Weights:
+// floats in shared memory; scratch: WeightedRows::kBytes there. What is not finite counts as 0. All threads
+// of the block take part: each has 16 bytes of every kShares-th row, and loads several at once, or a block
+// would wait for one row after the other, longer than for all that it multiplies.
+template <typename E, int kHead, int kThreads>
+struct WeightedRows {
+  using Numbers = Piece<E>;
+  static constexpr int kChannels = kPiece<E>, kPieces = kHead / kChannels, kShares = kThreads / kPieces;
+  static constexpr int kAtOnce = 4;
+  static constexpr uint32_t kBytes = kShares * kHead * 4;
+
+  template <typename F>
+  static TXL_DEVICE void add(const View& x, int b, int h, const Problem& p, int64_t first, int count,
+                             uint32_t weights, uint32_t scratch, F put) {
+    const int thread = opaque(thread_index()), share = thread / kPieces,
+              channel = thread % kPieces * kChannels;
+    const auto weight = [&](int n) { return load_shared<float>(weights + static_cast<uint32_t>(n) * 4); };
+    float sum[kChannels] = {};
+    for (int n = share; n < count && share < kShares; n += kAtOnce * kShares) {
+      Numbers row[kAtOnce];
+      TXL_UNROLL_GPU
+      for (int m = 0; m < kAtOnce; ++m)
+        if (n + m * kShares < count) row[m] = Numbers::load(x, b, h, first + n + m * kShares, channel, p);
+      TXL_UNROLL_GPU
+      for (int m = 0; m < kAtOnce; ++m)
+        if (n + m * kShares < count)
+          for (int d = 0; d < kChannels; ++d) sum[d] += weight(n + m * kShares) * finite(row[m].x[d]);
+    }
+    if (share < kShares)
+      for (int d = 0; d < kChannels; ++d)
+        store_shared(scratch + static_cast<uint32_t>(share * kHead + channel + d) * 4, sum[d]);
+    sync_threads();
+    for (int d = thread; d < p.D; d += kThreads) {
+      float total = 0;
+      for (int n = 0; n < kShares; ++n)
+        total += load_shared<float>(scratch + static_cast<uint32_t>(n * kHead + d) * 4);
+      put(d, total);
+    }
+  }
+};
+
 // ---- The kernel that runs first: the workspace's rows of queries ----
 
 template <typename E, int kHead>

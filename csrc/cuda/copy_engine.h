@@ -14,9 +14,11 @@ namespace txl::cuda {
 constexpr int kBoxRows = 64;
 constexpr uint32_t kBoxBytes = kBoxRows * 128;
 
-// Of a tensor: batch, heads, rows, channels; strides of the first three in bytes.
+// Of a tensor: batch, heads, rows, channels; strides of the first three in bytes. And of its boxes, which are
+// kBoxRows rows of shared memory: `rows` of the tensor's rows, of each of `heads` heads.
 struct BoxedSizes {
   int64_t size[4], stride[3];
+  int rows = kBoxRows, heads = 1;
 };
 
 // Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes. cuTensorMapEncodeTiled's
@@ -60,13 +62,13 @@ TXL_DEVICE void mbarrier_wait(uint32_t mbarrier, uint32_t parity) {
 }
 
 // What the copy engine knows of a tensor [batch, heads, rows, channels] of 16 bits, and of the boxes that it
-// copies: 64 channels of kBoxRows rows. A kernel's parameter.
+// copies: 64 channels of kBoxRows rows (BoxedSizes). A kernel's parameter.
 using TensorMap = CUtensorMap;
 
 // Whether this is the one thread that tells the engine what to do, always the same; the threads of a warp
 // come here together. Of what is told by any one thread, the compiler does not know that there is only one:
-// it makes a loop over them.
-TXL_DEVICE bool elected() {
+// it makes a loop over them. first_warp: is_first_warp(), asked once.
+TXL_DEVICE bool elected(bool first_warp) {
   uint32_t elected;
   asm volatile(
       "{\n"
@@ -75,7 +77,7 @@ TXL_DEVICE bool elected() {
       "selp.u32 %0, 1, 0, elected;\n"
       "}"
       : "=r"(elected));
-  return uniform(warp()) == 0 && elected != 0;
+  return first_warp & (elected != 0);
 }
 
 // Starts to copy a box to an address that is a multiple of 1,024: rows of 128 bytes, in which the pieces of
@@ -126,7 +128,8 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
     strides[d] = sizes[d + 1] == 1 ? extent : static_cast<cuuint64_t>(x.stride[2 - d]);
     extent = sizes[d + 1] * strides[d];
   }
-  const cuuint32_t box[4] = {64, kBoxRows, 1, 1}, every[4] = {1, 1, 1, 1};
+  const cuuint32_t rows = static_cast<cuuint32_t>(x.rows), heads = static_cast<cuuint32_t>(x.heads);
+  const cuuint32_t box[4] = {64, rows, heads, 1}, every[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box, every,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
@@ -151,10 +154,21 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
   map.data = static_cast<const unsigned char*>(data);
   for (int d = 0; d < 4; ++d) map.size[d] = x.size[d];
   for (int d = 0; d < 3; ++d) map.stride[d] = x.stride[d];
-  map.box_rows = kBoxRows;
+  map.box_rows = static_cast<uint32_t>(x.rows), map.box_heads = static_cast<uint32_t>(x.heads);
   return 0;
 }
 
 #endif
+
+TXL_DEVICE bool is_first_warp() { return uniform(warp()) == 0; }
+
+// Boxes that fill a tile of Panels (tiles.h): all its channels. By the one thread that tells the engine.
+template <typename Tile>
+TXL_DEVICE void copy_panels(Tile to, const TensorMap& map, int row, int head, int batch, uint32_t mbarrier) {
+  constexpr int kChannels = Tile::kChannelsOfPanel;
+  TXL_UNROLL_GPU
+  for (int n = 0; n < Tile::kHead / kChannels; ++n)
+    copy_box(to.at(0, n * kChannels), map, n * kChannels, row, head, batch, mbarrier);
+}
 
 }  // namespace txl::cuda

@@ -237,8 +237,13 @@ TXL_DEVICE void warpgroup_wait() {
   }
 template <typename E, bool kTransposed, bool kAdd, int kTiles>
 TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(is_half<E> && (kTiles == 8 || kTiles == 16), "bf16 or f16; 64 or 128 columns");
+  static_assert(is_half<E> && (kTiles == 1 || kTiles == 8 || kTiles == 16),
+                "bf16 or f16; 8, 64, 128 columns");
 #define TXL_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kTransposed)
+#define TXL_WGMMA_8(type)                                                                    \
+  asm volatile(TXL_WGMMA("8", type) "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, %9, 1, 1, %10;" \
+               : TXL_D(0)                                                                    \
+               : TXL_A)
 #define TXL_WGMMA_64(type)                                                                   \
   asm volatile(TXL_WGMMA("64", type) TXL_D32 "}, {%32, %33, %34, %35}, %36, %37, 1, 1, %38;" \
                : TXL_D4(0), TXL_D4(4)                                                        \
@@ -247,11 +252,14 @@ TXL_DEVICE void warpgroup_mma(float (&d)[kTiles][4], const uint32_t (&a)[4], uin
   asm volatile(TXL_WGMMA("128", type) TXL_D64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1, %70;" \
                : TXL_D4(0), TXL_D4(4), TXL_D4(8), TXL_D4(12)                                  \
                : TXL_A)
-  if constexpr (kTiles == 8)
+  if constexpr (kTiles == 1)
+    TXL_OF_ELEMENT(TXL_WGMMA_8)
+  else if constexpr (kTiles == 8)
     TXL_OF_ELEMENT(TXL_WGMMA_64)
   else
     TXL_OF_ELEMENT(TXL_WGMMA_128)
 #undef TXL_A
+#undef TXL_WGMMA_8
 #undef TXL_WGMMA_64
 #undef TXL_WGMMA_128
 }

@@ -34,6 +34,9 @@ struct ForwardKernel : private Block {
   using Params = ForwardParams<typename Block::ForwardTensors>;
   using E = typename Block::Element;
   using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
+  // Long rows and dropout leave no registers for it.
+  static constexpr bool kPlain =
+      Block::kEngine && kHead <= 64 && !kDropout;  // some tiles have a loop of their own
 
   static int64_t blocks(const Params& x) { return Block::blocks_of_head(x.p) * x.splits * x.p.H * x.p.B; }
   static TXL_DEVICE void run(const Params& params) {
@@ -109,7 +112,12 @@ struct ForwardKernel : private Block {
       } else if (is_masked(j0)) {
         add_tile<false, true>(j0), j0 += BN;
       } else {  // nearly all tiles, in a loop of their own
-        for (const int end = this->end_of_near(j0); j0 < end; j0 += BN) add_tile<false, false>(j0);
+        const int end = this->end_of_near(j0);
+        if constexpr (kPlain)
+          for (const int plain = this->end_of_plain(j0, end); j0 < plain; j0 += BN)
+            add_tile<false, false, true>(j0);
+        for (const int some = kPlain ? smaller(end, j0 + BN) : end; j0 < some; j0 += BN)
+          add_tile<false, false>(j0);
       }
     }
     store();
@@ -174,9 +182,13 @@ struct ForwardKernel : private Block {
     if (j0 + BN < tiles.end) copy_tile(j0 + BN);
   }
 
-  template <bool kFar, bool kMasked>
+  // kIsPlain: as end_of_plain says.
+  template <bool kFar, bool kMasked, bool kIsPlain = false>
   TXL_DEVICE void add_tile(int j0) {
-    next_tile(j0);
+    if constexpr (kIsPlain)
+      this->next_plain(j0);
+    else
+      next_tile(j0);
     float score[kKeyTiles][4];
     if constexpr (kFar) {
       TXL_UNROLL_GPU
@@ -184,7 +196,7 @@ struct ForwardKernel : private Block {
         for (int x = 0; x < 4; ++x) score[n][x] = j0 < tiles.near ? far_first[x / 2] : far_last[x / 2];
       Block::add_keys(score, j0);
     } else {
-      Block::take_scores(score, j0);
+      Block::template take_scores<kIsPlain>(score, j0);
     }
     if constexpr (kMasked) {
       TXL_UNROLL_GPU
@@ -288,6 +300,7 @@ struct ForwardKernel : private Block {
         else
           origin[y] = -infinity();  // unless other splits have more; MergeKernel will see
       }
+      if (i >= p.L) continue;
       const float factor = any_seen && total[y] != 0 ? params.scale.kept / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       float* const part = params.parts + row * p.D + column;
@@ -299,10 +312,10 @@ struct ForwardKernel : private Block {
           store_pair<E>(results.at(of_block, 8 * d + column), value[0], value[1]);
         } else {
           for (int x = 0; x < 2; ++x)
-            if (i < p.L && 8 * d + x < limit) store_global(part + 8 * d + x, value[x]);
+            if (8 * d + x < limit) store_global(part + 8 * d + x, value[x]);
         }
       }
-      if (lane() % 4 != 0 || i >= p.L) continue;
+      if (lane() % 4 != 0) continue;
       if (whole) {
         const float lse = multiply_add(origin[y], params.scale.scores, log2_fast(total[y])) * kLn2;
         store_global(static_cast<float*>(t.lse) + row, any_seen ? lse : -infinity());
@@ -467,7 +480,8 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
 template <typename E, int kHead>
 int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
                    bool warpgroups, [[maybe_unused]] bool pdl, void* stream) {
-  const int64_t split_keys = div_up(div_up(p.K, splits), 64) * 64;
+  const int64_t step = is_decode(p) ? kForwardKeys<E, kHead, 1> : 64,
+                split_keys = div_up(div_up(p.K, splits), step) * step;
   const ForwardParams<Forward> params{p,      t,          dropout_seed, Scales(p),
                                       splits, split_keys, parts,        heads_together(p, sizeof(E))};
 #if defined(TXL_WARPGROUPS)

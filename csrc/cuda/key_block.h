@@ -60,10 +60,12 @@ struct BandOfTile {
   // n8 tiles of the lane's queries `query` and query + next; column(n): where tile n begins.
   template <int kTiles, typename F>
   TXL_DEVICE void write(const float (&x)[kTiles][4], int query, int next, F column) const {
+    // Opaque, or the compiler would not see that columns differ by constants.
+    const uint32_t to[2] = {opaque(at(query, lane() % 4 * 2)), opaque(at(query + next, lane() % 4 * 2))};
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; ++n)
       for (int y = 0; y < 2; ++y)
-        store_shared(at(query + next * y, column(n) + lane() % 4 * 2), float2{x[n][2 * y], x[n][2 * y + 1]});
+        store_shared(to[y] + static_cast<uint32_t>(column(n)) * 4, float2{x[n][2 * y], x[n][2 * y + 1]});
   }
 
   // What element x of n8 tile n starts from; own_key: the warp's first.
@@ -96,8 +98,10 @@ struct BandOfTile {
 // for every tile. kPanels: tiles lie as wgmma reads them (warpgroup_key_block.h).
 template <typename E, int kChannels, int kKeys, int kQueries, int kWarps, bool kHeld, bool kPanels = false>
 struct KeyBlock {
+  using Params = BackwardParams;
   using Element = E;
   static constexpr int kHead = kChannels, BN = kKeys, BM = kQueries, kThreads = 32 * kWarps;
+  static constexpr bool kByWarpgroups = kPanels;
   template <int kRows>
   using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
   using Band = BandOfTile<BM, BN, (kPanels ? BM : 16)>;
@@ -112,14 +116,19 @@ struct KeyBlock {
   static constexpr int kChunks = (BM + BN) / BM;  // of BM rows of r
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
 
-  // Shared memory: keys, values, q + u, dO, q + v, the ring of r, the band, statistics of the queries.
+  // Shared memory: keys, values, q + u and dO kPlaces times, q + v, the ring of r, the band, statistics of
+  // the queries kPlaces times.
+  static constexpr int kPlaces = kPanels && kHead <= 64 ? 2 : 1;
   static constexpr uint32_t kRowBytes = Tile<BM>::kRowBytes;
   static constexpr uint32_t kKeyBytes = BN * kRowBytes, kQueryBytes = BM * kRowBytes;
-  static constexpr uint32_t kQueriesAt = 2 * kKeyBytes, kRingAt = kQueriesAt + 3 * kQueryBytes;
+  static constexpr uint32_t kQueriesAt = 2 * kKeyBytes,
+                            kRingAt = kQueriesAt + (2 * kPlaces + 1) * kQueryBytes;
   static constexpr uint32_t kBandAt = kRingAt + kChunks * kQueryBytes;
   static constexpr uint32_t kStatisticsAt = kBandAt + Band::kBytes;
   static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
-  static constexpr uint32_t kSharedBytes = kStatisticsAt + BM * sizeof(Statistics) + kAlignment - 128;
+  static constexpr uint32_t kStatisticsBytes = BM * sizeof(Statistics);
+  static constexpr uint32_t kEnd = kStatisticsAt + kPlaces * kStatisticsBytes;
+  static constexpr uint32_t kSharedBytes = kEnd + kAlignment - 128;
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return div_up(p.K, BN); }
 
@@ -132,7 +141,8 @@ struct KeyBlock {
   int lowest_row;            // of r, not yet clamped, for query BM - 1 and the block's first key
   int own_key, own_channel;  // the warp's first among the block's
   Fragment k_held[kHeld ? kSteps : 1], v_held[kHeld ? kSteps : 1];
-  uint32_t base;  // of shared memory
+  uint32_t base;       // of shared memory
+  uint32_t place = 0;  // of the tile's queries
   using TileCopier = Copier<kThreads, Tile<BM>, kRow<E, kHead> <= (kPanels ? 128 : 256)>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
@@ -167,26 +177,34 @@ struct KeyBlock {
   TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
   // Whether none of the tile is for this warp's keys, and whether it is this warp that stores dS of its keys.
   TXL_DEVICE bool is_hidden(int) const { return false; }
+  TXL_DEVICE int end_of_near() const { return smaller(tiles.far_first, tiles.all_hi); }
   TXL_DEVICE bool stores_slopes() const { return kKeyGroups == kWarps || own_channel == 0; }
 
   // ---- Shared memory ----
 
   TXL_DEVICE Tile<BN> k_tile() const { return {base}; }
   TXL_DEVICE Tile<BN> v_tile() const { return {base + kKeyBytes}; }
-  TXL_DEVICE Tile<BM> q_u() const { return {base + kQueriesAt}; }
-  TXL_DEVICE Tile<BM> dout() const { return {base + kQueriesAt + kQueryBytes}; }
-  TXL_DEVICE Tile<BM> q_v() const { return {base + kQueriesAt + 2 * kQueryBytes}; }
+  TXL_DEVICE Tile<BM> q_u(uint32_t of_place) const {
+    return {base + kQueriesAt + 2 * of_place * kQueryBytes};
+  }
+  TXL_DEVICE Tile<BM> dout(uint32_t of_place) const { return {q_u(of_place).address + kQueryBytes}; }
+  TXL_DEVICE Tile<BM> q_u() const { return q_u(place); }
+  TXL_DEVICE Tile<BM> dout() const { return dout(place); }
+  TXL_DEVICE Tile<BM> q_v() const { return {base + kQueriesAt + 2 * kPlaces * kQueryBytes}; }
   TXL_DEVICE Tile<BM> ring(int chunk = 0) const {
     return {base + kRingAt + static_cast<uint32_t>(chunk) * kQueryBytes};
   }
   TXL_DEVICE Band band() const { return {base + kBandAt}; }
 
+  TXL_DEVICE uint32_t statistics_at(uint32_t of_place, int column) const {
+    return base + kStatisticsAt + of_place * kStatisticsBytes + static_cast<uint32_t>(column) * 16;
+  }
   TXL_DEVICE Statistics statistics(int column) const {
-    return load_shared<Statistics>(base + kStatisticsAt + static_cast<uint32_t>(column) * 16);
+    return load_shared<Statistics>(statistics_at(place, column));
   }
   // The first half of them: lse and delta.
   TXL_DEVICE float2 lse_and_delta(int column) const {
-    return load_shared<float2>(base + kStatisticsAt + static_cast<uint32_t>(column) * 16);
+    return load_shared<float2>(statistics_at(place, column));
   }
 
   // ---- Loads ----
@@ -207,18 +225,27 @@ struct KeyBlock {
     }
   }
 
-  // Starts to copy q + v, and the rows of r that the tile before has not brought.
+  // Before all others.
+  static TXL_DEVICE void begin_copies() {}
+
+  // Starts to copy what the band needs: q + v, and the rows of r that the tile before has not brought.
   TXL_DEVICE void copy_position(int i0) const {
-    copy_queries(q_v(), q_v_rows, i0);
-    copy_new_rows(i0);
-  }
-  TXL_DEVICE void copy_new_rows(int i0) const {
-    const int new_chunks = follows_band(i0) ? 1 : kChunks;
-    for (int chunk = 0; chunk < new_chunks; ++chunk) {
-      const int c = lowest_row - i0 + chunk * BM;
-      copier.template copy<BM>(ring(ring_chunk(i0, chunk)), 0, r_rows, has_rows(p, c, BM), c,
-                               [&](int n) { return RowOf{p.r_row(c + n), true}; });
+    if (!is_far(i0)) {
+      copy_queries(q_v(), q_v_rows, i0);
+      for_new_rows(i0, [&](Tile<BM> to, int c) { copy_rows_of_r(to, c); });
     }
+    commit_copies();
+  }
+  TXL_DEVICE void copy_rows_of_r(Tile<BM> to, int c) const {
+    copier.template copy<BM>(to, 0, r_rows, has_rows(p, c, BM), c,
+                             [&](int n) { return RowOf{p.r_row(c + n), true}; });
+  }
+  // f(where in the ring, the first row of r, not yet clamped) for each BM rows that the tile needs anew.
+  template <typename F>
+  TXL_DEVICE void for_new_rows(int i0, F f) const {
+    const int new_chunks = follows_band(i0) ? 1 : kChunks;
+    for (int chunk = 0; chunk < new_chunks; ++chunk)
+      f(ring(ring_chunk(i0, chunk)), lowest_row - i0 + chunk * BM);
   }
 
   // Where in the ring the rows of r are: of the n-th BM columns of the block's band, and of its column x. A
@@ -233,22 +260,28 @@ struct KeyBlock {
   TXL_DEVICE void copy_queries(int i0) const {
     copy_queries(q_u(), q_u_rows, i0);
     copy_queries(dout(), dout_rows, i0);
+    copy_statistics(i0, 0);
+    commit_copies();
+  }
+  TXL_DEVICE void copy_statistics(int i0, uint32_t to_place) const {
     if (thread_index() >= BM) return;
     const int64_t i = i0 + thread_index();
     const Statistics* const queries = params.queries(b, h);
-    copy_async_16(base + kStatisticsAt + static_cast<uint32_t>(thread_index()) * 16,
-                  queries + (i < p.L ? i : 0), i < p.L);
+    copy_async_16(statistics_at(to_place, thread_index()), queries + (i < p.L ? i : 0), i < p.L);
   }
 
   TXL_DEVICE void copy_queries(Tile<BM> to, const Copied& from, int i0) const {
     copier.template copy<BM>(to, 0, from, i0 + BM <= mask.L, i0, [&](int n) { return mask.query(i0 + n); });
   }
 
-  static TXL_DEVICE void wait() { wait_copied<kPanels>(); }
+  // Until what copy_position and copy_queries have started is there for all, and all are done with what they
+  // did before.
+  static TXL_DEVICE void wait_position() { wait_copied<kPanels>(); }
+  static TXL_DEVICE void wait_queries(int) { wait_copied<kPanels>(); }
 
   // ---- A tile ----
   //
-  // WarpgroupKeyBlock has what follows and copy_position of its own.
+  // WarpgroupKeyBlock has what follows of its own, and copies and waits.
 
   // Warps with the same queries share out the band's columns by twos of n8 tiles, and if one more is left for
   // each, by ones. No two cross a multiple of 16.

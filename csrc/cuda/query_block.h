@@ -18,8 +18,9 @@ template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int k
 struct QueryBlock {
   static constexpr bool kScores = kOperands > 0;  // else their gradient, in which there is a band, too
   using Element = E;
-  using ForwardTensors = Forward;      // what copy_tile is given by forward
-  static constexpr bool kPdl = false;  // ForwardBlock may have it
+  using ForwardTensors = Forward;         // what copy_tile is given by forward
+  static constexpr bool kPdl = false;     // ForwardBlock may have it
+  static constexpr bool kEngine = false;  // whether the copy engine may serve it
   static constexpr int kHead = kChannels, BN = kKeys;
   template <int kRows>
   using Tile = std::conditional_t<kPanels, Panels<E, kHead, kRows>, Rows<E, kHead>>;
@@ -191,6 +192,7 @@ struct QueryBlock {
 
   // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupBlock has a take_scores of its own, and also
   // begin_copies, copy_tile, wait_tile, add_keys and add_values.
+  template <bool>
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     take_band(score, j0);
     add_keys(score, j0);

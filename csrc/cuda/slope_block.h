@@ -16,6 +16,7 @@ namespace txl::cuda {
 
 template <typename E, int kHead, int BN>
 struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
+  using Params = BackwardParams;
   using Base = typename SlopeBlock::QueryBlock;
   using Base::BM, Base::kHeadTiles, Base::is_far, Base::ring, Base::ring_row;
   static constexpr int kSquares = BN / 16;

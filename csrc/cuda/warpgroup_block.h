@@ -34,6 +34,7 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
   static_assert(BN == kBoxRows, "a box is a panel of a tile");
+  static constexpr bool kEngine = true;
   static constexpr int kGroups = BM / 64;
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
@@ -55,6 +56,15 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
     return smaller(end, own.all_hi);
   }
 
+  // Plain tiles follow one that has left its columns of the band here, and the engine alone copies them and
+  // the next one. They have a loop without the tests of others, whose code is far apart, too.
+  TXL_DEVICE int end_of_plain(int j0, int end) const {
+    const int lowest = this->lowest_row(j0),
+              more = static_cast<int>(this->p.N) - lowest - (Base::kChunks + 1) * BN;
+    if (!boxed.boxes || lowest < 0 || is_first(j0)) return j0;
+    return smaller(smaller(end, tiles.end - BN), j0 + more + 1);
+  }
+
   // Of rows 0 to 7 the order is that in which half a warp's four rows of the band, moved, begin in banks of
   // their own as they do where they are written (tests/test_cuda_static.py).
   static TXL_DEVICE int query_of_row(int row) {
@@ -63,7 +73,7 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   }
 
   TXL_DEVICE void begin_copies() const {
-    if (elected()) mbarrier_init(mbarrier(), 1);
+    if (elected(first_warp)) mbarrier_init(mbarrier(), 1);
     fence_async_proxy();  // also of the far terms' rows of r, which lay where tiles will
     sync_threads();
   }
@@ -74,14 +84,11 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   TXL_DEVICE void copy_tile(int j0) {
     by_engine = boxed.boxes, by_threads = !by_engine;
     if (!by_engine) return Base::copy_tile(j0);
-    if (elected()) {
-      copy_panels(this->k_tile(j0), boxed.k_map, j0, this->b);
+    tell_engine(j0, [&] {
       this->for_new_rows(j0, [&](Tile to, int c) {
-        if (has_rows(this->p, c, BN)) copy_panels(to, boxed.r_map, c, 0);
+        if (has_rows(this->p, c, BN)) copy_panels(to, boxed.r_map, c, this->h, 0, mbarrier());
       });
-      copy_panels(this->v_tile(j0), boxed.v_map, j0, this->b);
-      mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
-    }
+    });
     if (has_rows(this->p, this->lowest_row(j0), Base::kChunks * BN)) return;
     this->for_new_rows(j0, [&](Tile to, int c) {
       if (!has_rows(this->p, c, BN)) this->copy_positions(to, c), by_threads = true;
@@ -95,13 +102,26 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
     sync_threads();
   }
 
+  // Of a plain tile: until it is there for all; starts to copy the next one.
+  TXL_DEVICE void next_plain(int j0) {
+    mbarrier_wait(mbarrier(), parity), parity ^= 1;
+    sync_threads();
+    constexpr int kLast = Base::kChunks - 1;
+    const int next = j0 + BN;
+    tell_engine(next, [&] {
+      copy_panels(this->ring(this->ring_chunk(next, kLast)), boxed.r_map, this->lowest_row(next) + kLast * BN,
+                  this->h, 0, mbarrier());
+    });
+  }
+
+  template <bool kPlain>
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
     // The warpgroup's columns begin with this chunk of the block's.
     const int first = kGroups - 1 - group;
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
     float columns[kKeyTiles][4];
     sync_warp();  // what the tile before has left here was read
-    if ((j0 == own.begin) | this->is_far(j0 - BN)) {
+    if (!kPlain && is_first(j0)) {
       start<false>(columns, held[1], r(0));
       finish(columns, held[1]);
       write_columns(columns, j0);
@@ -152,20 +172,27 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
 
  private:
   const BoxedForward& boxed;
-  int group;                   // the warp's
-  KeyTiles own;                // of its queries
-  uint32_t band;               // where the lane's part of the first eight columns is
-  int first_column;            // of those that its queries see, two at once, for key 0
+  int group;         // the warp's
+  KeyTiles own;      // of its queries
+  uint32_t band;     // where the lane's part of the first eight columns is
+  int first_column;  // of those that its queries see, two at once, for key 0
+  bool first_warp = is_first_warp();
   bool by_engine, by_threads;  // who copies the tile that is under way; some tiles both
   uint32_t parity = 0;         // of the mbarrier's phase that ends when the engine has
 
   TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
 
-  TXL_DEVICE void copy_panels(Tile to, const TensorMap& map, int row, int batch) const {
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kHead / Tile::kChannelsOfPanel; ++n)
-      copy_box(to.at(0, n * Tile::kChannelsOfPanel), map, n * Tile::kChannelsOfPanel, row, this->h, batch,
-               mbarrier());
+  // Whether no tile before has left columns of the band.
+  TXL_DEVICE bool is_first(int j0) const { return (j0 == own.begin) | this->is_far(j0 - BN); }
+
+  // Keys, values, and the new rows of r by copy_new_rows.
+  template <typename F>
+  TXL_DEVICE void tell_engine(int j0, F copy_new_rows) const {
+    if (!elected(first_warp)) return;
+    copy_panels(this->k_tile(j0), boxed.k_map, j0, this->h, this->b, mbarrier());
+    copy_new_rows();
+    copy_panels(this->v_tile(j0), boxed.v_map, j0, this->h, this->b, mbarrier());
+    mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
   }
 
   // BN columns of the band: as key j0's are the first of a tile's for the warpgroup's last query.

@@ -9,6 +9,17 @@
 
 namespace txl::cuda {
 
+template <typename E>
+BoxedSizes sizes_of(const View& view, int64_t batch, int64_t heads, int64_t rows, int64_t channels) {
+  constexpr int64_t kBytes = sizeof(E);
+  return {{batch, heads, rows, channels}, {view.batch * kBytes, view.head * kBytes, view.row * kBytes}};
+}
+// A tensor of the caller's.
+template <typename E>
+BoxedSizes sizes_of(const View& view, const Problem& p, int64_t batch, int64_t rows) {
+  return sizes_of<E>(view, batch, p.H, rows, p.D);
+}
+
 template <typename E, int kHead>
 int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
   const Problem& p = params.p;
@@ -20,11 +31,8 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
                                 params.split_keys,
                                 params.parts,
                                 params.heads_together};
-  const auto sizes = [&](const View& view, int64_t batch, int64_t rows) -> BoxedSizes {
-    constexpr int64_t kBytes = sizeof(E);
-    return {{batch, p.H, rows, p.D}, {view.batch * kBytes, view.head * kBytes, view.row * kBytes}};
-  };
-  const BoxedSizes k = sizes(x.t.k, p.B, p.K), v = sizes(x.t.v, p.B, p.K), r = sizes(x.t.r, 1, p.N);
+  const BoxedSizes k = sizes_of<E>(x.t.k, p, p.B, p.K), v = sizes_of<E>(x.t.v, p, p.B, p.K),
+                   r = sizes_of<E>(x.t.r, p, 1, p.N);
   x.t.boxes = x.t.k.wide && x.t.v.wide && x.t.r.wide && has_boxes(k) && has_boxes(v) && has_boxes(r);
   if (x.t.boxes) {
     int error = bind_context();
@@ -43,16 +51,46 @@ int WarpgroupKernels<E, kHead>::decode(const ForwardParams<Forward>& params, voi
 }
 
 template <typename E, int kHead, bool kDropout>
+bool WarpgroupBackward<E, kHead, kDropout>::serves(const BackwardParams& params) {
+  const Problem& p = params.p;
+  const Backward& t = params.t;
+  return t.k.wide && t.r.wide && t.dout.wide && has_boxes(sizes_of<E>(t.k, p, p.B, p.K)) &&
+         has_boxes(sizes_of<E>(t.r, p, 1, p.N)) && has_boxes(sizes_of<E>(t.dout, p, p.B, p.L));
+}
+template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, void* stream) {
-  return launch_part<DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>>(params, stream);
+  const Problem& p = params.p;
+  const View &q_u = params.w.q_u, &q_v = params.w.q_v;
+  const int64_t heads = p.B * p.H;
+  // Its heads one after the other; of each every eighth row, then the next ones.
+  const View apart{q_v.data, q_v.head, q_v.row, 8 * q_v.row, true};
+  BoxedSizes of_apart = sizes_of<E>(apart, heads, 8, div_up(p.L, 8), q_v.row);
+  of_apart.rows = of_apart.heads = 8;
+  BoxedKeyParams x{params, {}, {}, {}, {}};
+  int error = bind_context();
+  if (!error) error = make_tensor_map(x.q_u_map, q_u.data, sizes_of<E>(q_u, p.B, p.H, p.L, q_u.row));
+  if (!error) error = make_tensor_map(x.q_v_map, q_v.data, of_apart);
+  if (!error) error = make_tensor_map(x.dout_map, x.t.dout.data, sizes_of<E>(x.t.dout, p, p.B, p.L));
+  if (!error) error = make_tensor_map(x.r_map, x.t.r.data, sizes_of<E>(x.t.r, p, 1, p.N));
+  return error ? error : launch_part<DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>>(x, stream);
 }
 template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dq(const BackwardParams& params, void* stream) {
-  return launch_part<DqKernel<WarpgroupSlopeBlock<E, kHead>>>(params, stream);
+  const Problem& p = params.p;
+  BoxedSlopeParams x{params, {}, {}};
+  int error = bind_context();
+  if (!error) error = make_tensor_map(x.k_map, x.t.k.data, sizes_of<E>(x.t.k, p, p.B, p.K));
+  if (!error) error = make_tensor_map(x.r_map, x.t.r.data, sizes_of<E>(x.t.r, p, 1, p.N));
+  return error ? error : launch_part<DqKernel<WarpgroupSlopeBlock<E, kHead>>>(x, stream);
 }
 template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dr(const BackwardParams& params, void* stream) {
-  return launch_part<DrKernel<WarpgroupRowBlock<E, kHead>>>(params, stream);
+  const Problem& p = params.p;
+  const View& q_v = params.w.q_v;
+  BoxedRowParams x{params, {}};
+  int error = bind_context();
+  if (!error) error = make_tensor_map(x.q_v_map, q_v.data, sizes_of<E>(q_v, p.B, p.H, p.L, q_v.row));
+  return error ? error : launch_part<DrKernel<WarpgroupRowBlock<E, kHead>>>(x, stream);
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;

@@ -7,19 +7,31 @@
 // eight apart and read as neighbours, moved, both begin in different banks (key_block.h: BandOfTile).
 #pragma once
 
+#include "copy_engine.h"
 #include "key_block.h"
 
 namespace txl::cuda {
+
+// With what the copy engine is told: q + v, of which a box has eight rows eight apart, then the next of each
+// (eight_apart).
+struct BoxedKeyParams : BackwardParams {
+  TensorMap q_u_map, q_v_map, dout_map, r_map;
+};
 
 template <typename E, int kHead>
 struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true> {
   using Base = typename WarpgroupKeyBlock::KeyBlock;
   using Base::BM, Base::BN, Base::kSteps, Base::kOwnTiles, Base::kTogether, Base::mask;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
+  using Params = BoxedKeyParams;
+  using Tile = typename Base::template Tile<BM>;
   static constexpr int kGroups = BN / 64;
 
-  TXL_DEVICE explicit WarpgroupKeyBlock(const BackwardParams& x)
+  static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 16;  // with two mbarriers
+
+  TXL_DEVICE explicit WarpgroupKeyBlock(const BoxedKeyParams& x)
       : Base(x),
+        boxed(x),
         group(uniform(warp() / 4)),
         own(query_tiles<BM, 64>(x.p, x.chunk, {mask.lo, mask.hi}, this->j0 + 64 * group)) {}
 
@@ -27,11 +39,64 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   TXL_DEVICE bool is_hidden(int i0) const { return (i0 < own.begin) | (i0 >= own.end); }
   TXL_DEVICE bool is_masked(int i0) const { return (i0 < own.far_last) | (i0 >= own.all_hi); }
 
-  TXL_DEVICE void copy_position(int i0) const {
-    this->copier.template copy<BM>(this->q_v(), 0, this->q_v_rows, false, 0,
-                                   [&](int n) { return mask.query(i0 + query_of_row(n)); });
-    this->copy_new_rows(i0);
+  TXL_DEVICE int end_of_near() const { return smaller(this->tiles.far_first, own.all_hi); }
+
+  TXL_DEVICE void begin_copies() {
+    if (elected(first_warp)) mbarrier_init(of_position(), 1), mbarrier_init(of_queries(), 1);
+    fence_async_proxy();
+    sync_threads();
+    by_threads = true;  // keys and values will be copied
   }
+
+  // Where there are two places for queries, they come with what the band needs, a tile ahead. Rows of r that
+  // are repeated are copied by all threads. Rows that r has not are zeros, where no pair is
+  // clamped: then none that is seen uses them.
+  TXL_DEVICE void copy_position(int i0) {
+    const bool near = !this->is_far(i0);
+    const auto by_engine = [&](int c) { return !this->params.clamps || has_rows(this->p, c, BM); };
+    if (elected(first_warp)) {
+      if (near) {
+        copy_panels(this->q_v(), boxed.q_v_map, i0 / 8, 0, this->b * static_cast<int>(this->p.H) + this->h,
+                    of_position());
+        this->for_new_rows(i0, [&](Tile to, int c) {
+          if (by_engine(c)) copy_panels(to, boxed.r_map, c, this->h, 0, of_position());
+        });
+      }
+      if constexpr (kAhead) copy_boxes_of_queries(i0, of_position());
+      mbarrier_arrive(of_position());  // the last: the phase may not end before all boxes are counted
+    }
+    if constexpr (kAhead) this->copy_statistics(i0, place_of(i0)), commit_copies();
+    if (!near || !this->params.clamps) return;
+    this->for_new_rows(i0, [&](Tile to, int c) {
+      if (!by_engine(c)) this->copy_rows_of_r(to, c), by_threads = true;
+    });
+  }
+  TXL_DEVICE void wait_position() {
+    mbarrier_wait(of_position(), parity);
+    if constexpr (kAhead) parity ^= 1, wait_copies<0>();
+    if (by_threads) commit_copies(), wait_copies<0>(), fence_async_proxy();
+    by_threads = false;
+    sync_threads();
+  }
+
+  TXL_DEVICE void copy_queries(int i0) const {
+    if constexpr (kAhead) return;
+    if (elected(first_warp)) {
+      copy_boxes_of_queries(i0, of_queries());
+      mbarrier_arrive(of_queries());
+    }
+    this->copy_statistics(i0, 0);
+    commit_copies();
+  }
+  TXL_DEVICE void wait_queries(int i0) {
+    this->place = place_of(i0);
+    if constexpr (!kAhead) {
+      mbarrier_wait(of_queries(), parity), parity ^= 1;
+      wait_copies<0>();
+    }
+    sync_threads();
+  }
+
   // Of the tile's queries, row n of q + v.
   static TXL_DEVICE int query_of_row(int n) { return eight_apart(n); }
 
@@ -105,15 +170,33 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
       }
       put(2 * n, of_ds[n]);
     }
-    if constexpr (kMasked) return;
+    if constexpr (kMasked) {
+      fence_async_proxy();  // the copy engine may write where they were
+      return;
+    }
     warpgroup_wait<0>();
     settle(dk), settle(dv);
     settle(of_weight), settle(of_ds);
   }
 
  private:
-  int group;       // the warp's
-  QueryTiles own;  // of its keys
+  const BoxedKeyParams& boxed;
+  int group;        // the warp's
+  QueryTiles own;   // of its keys
+  bool by_threads;  // whether they have copied some of what wait_position waits for
+  bool first_warp = is_first_warp();
+  uint32_t parity = 0;  // of the phases of the mbarriers that are under way
+
+  static constexpr bool kAhead = Base::kPlaces == 2;
+  static TXL_DEVICE uint32_t place_of(int i0) { return kAhead ? static_cast<uint32_t>(i0) / BM % 2 : 0; }
+
+  TXL_DEVICE void copy_boxes_of_queries(int i0, uint32_t mbarrier) const {
+    copy_panels(this->q_u(place_of(i0)), boxed.q_u_map, i0, this->h, this->b, mbarrier);
+    copy_panels(this->dout(place_of(i0)), boxed.dout_map, i0, this->h, this->b, mbarrier);
+  }
+
+  TXL_DEVICE uint32_t of_position() const { return this->base + Base::kEnd; }
+  TXL_DEVICE uint32_t of_queries() const { return of_position() + 8; }
 
   // acc = rows of a from `row_a` on by rows of b from `row_b` on, kAdd: += of it.
   template <bool kAdd = false, int kTiles, typename A, typename B>

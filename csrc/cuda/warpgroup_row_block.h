@@ -3,23 +3,59 @@
 #pragma once
 
 #include "backward_dr.h"
+#include "copy_engine.h"
 
 namespace txl::cuda {
 
+// With what the copy engine is told of q + v.
+struct BoxedRowParams : BackwardParams {
+  TensorMap q_v_map;
+};
+
 template <typename E, int kChannels>
 struct WarpgroupRowBlock {
+  using Params = BoxedRowParams;
   using Element = E;
   static constexpr int kHead = kChannels, BM = 64, kWarps = kWarpgroupRows / 16;
   static constexpr bool kPanels = true;
+  static constexpr int kPlaces = kHead <= 64 ? 4 : 3;  // shared memory has room for two such blocks
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
 
+  // Shared memory: eight rows of 128 bytes of ones, an mbarrier for each place.
+  static constexpr uint32_t kOnesBytes = 1024, kOwnBytes = kOnesBytes + (kPlaces + 1) / 2 * 16;
+
+  // at: of the shared memory that is its own.
+  TXL_DEVICE void begin_copies(uint32_t at) {
+    own = at;
+    for (int n = thread_index(); n < static_cast<int>(kOnesBytes) / 4; n += 32 * kWarps)
+      store_shared(own + static_cast<uint32_t>(n) * 4, ones<E>());
+    if (elected(first_warp))
+      for (int n = 0; n < kPlaces; ++n) mbarrier_init(mbarrier(static_cast<uint32_t>(n)), 1);
+    fence_async_proxy();  // all meet before the first copy
+  }
+  template <typename Tile>
+  TXL_DEVICE void copy(Tile to, const Params& params, int i0, int h, int b, uint32_t place) const {
+    if (!elected(first_warp)) return;
+    copy_panels(to, params.q_v_map, i0, h, b, mbarrier(place));
+    mbarrier_arrive(mbarrier(place));
+  }
+  TXL_DEVICE void wait(uint32_t place) {
+    mbarrier_wait(mbarrier(place), parities >> place & 1);
+    parities ^= 1u << place;
+  }
+
   template <bool kMasked, int kHeadTiles, typename Tile, typename F>
-  static TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[4], Tile q_v, F slopes) {
+  TXL_DEVICE void add(float (&dr)[kHeadTiles][4], float (&sum)[1][4], Tile q_v, F slopes) const {
     // What may have to be changed of queries must come to registers.
-    if constexpr (kMasked) return RowBlock<E, kHead, BM>::template add<true>(dr, sum, q_v, slopes);
+    if constexpr (kMasked) {
+      RowBlock<E, kHead, BM>::template add<true>(dr, sum, q_v, slopes);
+      fence_async_proxy();  // the copy engine may write where they were
+      return;
+    }
     constexpr int kSquares = BM / 16, kAtOnce = 2;
     Square<E> a[kSquares];
-    settle(dr);
+    const uint64_t of_ones = Panels<E, 64, 8>{own}.columns(0);
+    settle(dr), settle(sum);
     TXL_UNROLL_GPU
     for (int first = 0; first < kSquares; first += kAtOnce) {
       // Some of dS is loaded while some is multiplied.
@@ -30,15 +66,22 @@ struct WarpgroupRowBlock {
       }
       warpgroup_begin();
       TXL_UNROLL_GPU
-      for (int n = first; n < first + kAtOnce; ++n)
+      for (int n = first; n < first + kAtOnce; ++n) {
         warpgroup_mma<E, true, true>(dr, a[n].part[0].r, q_v.rows(16 * n));
+        warpgroup_mma<E, false, true>(sum, a[n].part[0].r, of_ones);
+      }
       warpgroup_commit();
-      TXL_UNROLL_GPU
-      for (int n = first; n < first + kAtOnce; ++n) add_sum(sum, a[n]);
     }
     warpgroup_wait<0>();
-    settle(dr), settle(a);
+    settle(dr), settle(sum), settle(a);
   }
+
+ private:
+  uint32_t own;
+  bool first_warp = is_first_warp();
+  uint32_t parities = 0;  // of the mbarriers' phases that are under way, a bit for each place
+
+  TXL_DEVICE uint32_t mbarrier(uint32_t place) const { return own + kOnesBytes + place * 8; }
 };
 
 // It would have a few registers too many for a second.

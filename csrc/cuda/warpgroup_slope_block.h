@@ -10,8 +10,14 @@
 #pragma once
 
 #include "backward_dq.h"
+#include "copy_engine.h"
 
 namespace txl::cuda {
+
+// With what the copy engine is told of k and r.
+struct BoxedSlopeParams : BackwardParams {
+  TensorMap k_map, r_map;
+};
 
 template <typename E, int kHead>
 struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0, 0, true> {
@@ -22,15 +28,18 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   static constexpr int kGroups = BM / 64, kSquares = BN / 16;
   static constexpr int kApart = 1;  // from a lane's first query to its second
 
-  const BackwardParams& params;
+  using Params = BoxedSlopeParams;
 
-  TXL_DEVICE WarpgroupSlopeBlock(const BackwardParams& x, const typename Base::Place& place)
+  static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
+
+  const BoxedSlopeParams& params;
+
+  TXL_DEVICE WarpgroupSlopeBlock(const BoxedSlopeParams& x, const typename Base::Place& place)
       : Base(x.p, x.t, place),
         params(x),
         group(uniform(warp() / 4)),
         own(i0 + 64 * group < x.chunk.hi ? key_tiles<64, BN>(x.p, {mask.lo, mask.hi}, i0 + 64 * group)
-                                         : KeyTiles{}),
-        slopes(x.slopes<E>(this->b, this->h, i0 + query_of_row(copied_row()), copied_piece() * kPiece<E>)) {}
+                                         : KeyTiles{}) {}
 
   // Those of the warpgroup's own queries, not the block's.
   TXL_DEVICE bool is_hidden(int j0) const { return (j0 < own.begin) | (j0 >= own.end); }
@@ -43,9 +52,24 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     return static_cast<int>(n / 64 * 64) + eight_apart(static_cast<int>(n % 64));
   }
 
-  // The thread has a piece of every 32nd row.
-  TXL_DEVICE void copy_tile(int j0) {
+  TXL_DEVICE void begin_copies() const {
+    if (elected(first_warp)) mbarrier_init(mbarrier(), 1);
+    fence_async_proxy();
+    sync_threads();
+  }
+
+  // Keys that a batch entry has not may hold anything, and rows that r has not are zeros: both are in tiles
+  // that are checked. Of dS a thread has a piece of every 32nd row.
+  TXL_DEVICE void copy_tile(int j0) const {
+    if (elected(first_warp)) {
+      copy_panels(this->k_tile(j0), params.k_map, j0, this->h, this->b, mbarrier());
+      this->for_new_rows(j0,
+                         [&](Tile to, int c) { copy_panels(to, params.r_map, c, this->h, 0, mbarrier()); });
+      mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
+    }
     constexpr int kRows = Base::kThreads / kPieces;
+    const E* const slopes = params.template slopes<E>(
+        opaque(this->b), opaque(this->h), i0 + query_of_row(copied_row()), copied_piece() * kPiece<E>);
     const uint32_t to = at(copied_row(), place(j0), copied_piece() * 16);
     TXL_UNROLL_GPU
     for (int n = 0; n < BM; n += kRows) {
@@ -53,7 +77,12 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
       copy_async_16(to + static_cast<uint32_t>(n) * kSlopePitch,
                     slopes + query * params.w.chunks.columns + j0, query < 64 || i0 + 64 < params.chunk.hi);
     }
-    Base::copy_tile(j0);
+    commit_copies();
+  }
+  TXL_DEVICE void wait_tile() {
+    mbarrier_wait(mbarrier(), parity), parity ^= 1;
+    wait_copies<0>();
+    sync_threads();
   }
 
   TXL_DEVICE void take_slopes(Square<E> (&ds)[kSquares], int j0) const {
@@ -104,9 +133,12 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   static constexpr uint32_t kSlopePitch = kTiles * 128;
   static_assert(kSlopePitch == Base::kBandPitch * sizeof(E) && BN * sizeof(E) == 128, "room for dS");
 
-  int group;        // the warp's
-  KeyTiles own;     // of its queries
-  const E* slopes;  // the first piece that the thread copies, of key 0
+  int group;     // the warp's
+  KeyTiles own;  // of its queries
+  bool first_warp = is_first_warp();
+  uint32_t parity = 0;  // of the mbarrier's phase that is under way
+
+  TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
 
   static TXL_DEVICE uint32_t thread() { return static_cast<uint32_t>(opaque(thread_index())); }
   static TXL_DEVICE int copied_row() { return thread() / kPieces; }
@@ -166,6 +198,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   static TXL_DEVICE void add_checked(float (&acc)[kHeadTiles][4], const Square<E> (&a)[kSquares], Tile rows) {
     TXL_UNROLL_GPU
     for (int n = 0; n < kSquares; ++n) add_rows<true>(acc, a[n], rows, 16 * n, 0);
+    fence_async_proxy();  // the copy engine may write where they were
   }
   // The same by four, where all is seen.
   static TXL_DEVICE void start(float (&acc)[kHeadTiles][4], Square<E> (&a)[kSquares], Tile rows) {

@@ -19,14 +19,14 @@ namespace txl::emulation {
 struct TensorMap {
   const unsigned char* data;
   int64_t size[4], stride[3];  // batch, heads, rows, channels; bytes
-  uint32_t box_rows;
+  uint32_t box_rows, box_heads;
 };
 
 // In reverse it is another thread that is elected: nobody knows which.
-TXL_COLLECTIVE inline bool elected() {
+TXL_COLLECTIVE inline bool elected(bool first_warp) {
   char nothing;
   meet("elected", &nothing, [](char**) {});
-  return machine->thread == (options.reverse ? 31 : 0);
+  return first_warp && machine->thread % 32 == (options.reverse ? 31 : 0);
 }
 
 // ---- mbarriers ----
@@ -67,9 +67,10 @@ inline void mbarrier_arrive(uint32_t address) {
 inline void deliver(const Box& box) {
   Machine& m = *machine;
   const TensorMap& map = *box.map;
-  for (uint32_t n = 0; n < map.box_rows * 64; ++n) {
+  for (uint32_t n = 0; n < map.box_heads * map.box_rows * 64; ++n) {
     const uint32_t straight = box.address + 2 * n, address = straight ^ (straight >> 3 & 0x70);
-    const int64_t at[4] = {box.at[0], box.at[1], box.at[2] + int64_t{n / 64}, box.at[3] + int64_t{n % 64}};
+    const int64_t head = n / 64 / map.box_rows, row = n / 64 % map.box_rows;
+    const int64_t at[4] = {box.at[0], box.at[1] + head, box.at[2] + row, box.at[3] + int64_t{n % 64}};
     const unsigned char* from = map.data + 2 * at[3];
     bool inside = at[3] >= 0 && at[3] < map.size[3];
     for (int d = 0; d < 3; ++d) inside &= at[d] >= 0 && at[d] < map.size[d], from += at[d] * map.stride[d];
@@ -124,7 +125,7 @@ inline void copy_box(uint32_t address, const TensorMap& map, int channel, int ro
   Mbarrier& barrier = mbarrier_at(mbarrier);
   if (barrier.missing == 0) fail(m.thread, "copy_box: all have arrived in this phase");
   check_proxy(barrier.offset, "the mbarrier at");
-  for (uint32_t n = 0; n < map.box_rows * 128; n += 16) {
+  for (uint32_t n = 0; n < map.box_heads * map.box_rows * 128; n += 16) {
     const uint32_t offset = address + n - kSharedBase;
     if (offset < m.launch->shared_bytes) check_proxy(offset, "writes to");
     memset(access_shared<Access::copy, 16>(m.thread, address + n), 0xff, 16);

@@ -379,11 +379,11 @@ struct Boxes {
     const uint32_t base = (shared_base() + 1023) / 1024 * 1024 + (fault == Fault::unaligned ? 128 : 0);
     const uint32_t mbarrier = (shared_base() + 1023) / 1024 * 1024 + 2 * kBoxBytes;
     store_shared(base + static_cast<uint32_t>(thread_index()) * 16, 1.0f);
-    if (elected() && fault != Fault::no_mbarrier) mbarrier_init(mbarrier, 1);
+    if (elected(warp() == 0) && fault != Fault::no_mbarrier) mbarrier_init(mbarrier, 1);
     if (fault != Fault::no_fence) fence_async_proxy();
     if (fault != Fault::no_barrier) sync_threads();
     for (int n = 0; n < kTimes; ++n) {
-      if (elected()) {
+      if (elected(warp() == 0)) {
         copy_box(base, p.map, 0, p.row[n], p.head, p.batch, mbarrier);
         copy_box(base + kBoxBytes, p.map, 0, p.row[n] + kBoxRows, p.head, p.batch, mbarrier);
         if (fault != Fault::no_arrival) mbarrier_arrive(mbarrier);
