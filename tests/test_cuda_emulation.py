@@ -16,7 +16,7 @@ COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++"
 RIGHT = [
     *("product_bf16", "product_f16", "product_f32", "product_trans_bf16", "product_trans_f16"),
     "product_cut_off",
-    *("shuffles", "pipeline", "warpgroup_bf16", "warpgroup_f16", "boxes", "boxes_of_what"),
+    *("shuffles", "pipeline", "warpgroup_bf16", "warpgroup_f16", "boxes", "boxes_of_heads", "boxes_of_what"),
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
     *("same_in_any_order", "random_races", "global.copy_not_valid", "global.early_but_waits"),
 ]

@@ -51,9 +51,11 @@ struct DkDvKernel : private Block {
         add_queries<true, false>(i0);
       } else if (is_masked(i0)) {
         add_queries<false, true>(i0);
+      } else if constexpr (!kByWarpgroups) {
+        add_queries<false, false>(i0);
       } else {
-        // Nearly all tiles: by warpgroups in a loop of their own, or sums would change registers in each.
-        for (const int end = kByWarpgroups ? this->end_of_near() : i0;; start_tile<true>(i0)) {
+        // Nearly all tiles, in a loop of their own: in this one sums would change registers.
+        for (const int end = this->end_of_near();; start_tile<true>(i0)) {
           add_queries<false, false>(i0);
           if (i0 + BM >= end) break;
           i0 += BM;

@@ -213,17 +213,30 @@ struct WeightedRows {
                              uint32_t weights, uint32_t scratch, F put) {
     const int thread = opaque(thread_index()), share = thread / kPieces,
               channel = thread % kPieces * kChannels;
-    const auto weight = [&](int n) { return load_shared<float>(weights + static_cast<uint32_t>(n) * 4); };
     float sum[kChannels] = {};
-    for (int n = share; n < count && share < kShares; n += kAtOnce * kShares) {
-      Numbers row[kAtOnce];
-      TXL_UNROLL_GPU
-      for (int m = 0; m < kAtOnce; ++m)
-        if (n + m * kShares < count) row[m] = Numbers::load(x, b, h, first + n + m * kShares, channel, p);
-      TXL_UNROLL_GPU
-      for (int m = 0; m < kAtOnce; ++m)
-        if (n + m * kShares < count)
-          for (int d = 0; d < kChannels; ++d) sum[d] += weight(n + m * kShares) * finite(row[m].x[d]);
+    const auto add_row = [&](int n, const Numbers& row) {
+      const float weight = load_shared<float>(weights + static_cast<uint32_t>(n) * 4);
+      for (int d = 0; d < kChannels; ++d) sum[d] += weight * finite(row.x[d]);
+    };
+    const Source<E> source(x, b, h, p);
+    const E* const from = source.data + first * source.row + channel;
+    if (share >= kShares || channel >= p.D) count = 0;
+    if (source.wide) {
+      for (int n = share; n < count; n += kAtOnce * kShares) {
+        uint4 row[kAtOnce];
+        TXL_UNROLL_GPU
+        for (int m = 0; m < kAtOnce; ++m) {
+          // The last one again, beyond it.
+          const int at = smaller(n + m * kShares, count - 1);
+          row[m] = load_global(reinterpret_cast<const uint4*>(from + int64_t{at} * source.row));
+        }
+        TXL_UNROLL_GPU
+        for (int m = 0; m < kAtOnce; ++m)
+          if (n + m * kShares < count) add_row(n + m * kShares, Numbers::of(row[m]));
+      }
+    } else {
+      TXL_NO_UNROLL_GPU
+      for (int n = share; n < count; n += kShares) add_row(n, Numbers::load(x, b, h, first + n, channel, p));
     }
     if (share < kShares)
       for (int d = 0; d < kChannels; ++d)

@@ -110,14 +110,12 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     // The warpgroup's columns begin with this chunk of the block's.
     const int first = kGroups - 1 - group;
     const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
-    Square<E> band[kSquares];
     if constexpr (kEdge) {
-      take_seen(band, j0);
-      add_checked(acc, band, r(0));
-      if (!ends_band(j0)) return;
-      take_seen(band, j0 + BN);  // of the next tile none is seen, or has a row of r of its own
-      add_checked(acc, band, r(1));
+      add_seen(acc, j0, r(0));
+      // Of the next tile none is seen, or has a row of r of its own.
+      if (ends_band(j0)) add_seen(acc, j0 + BN, r(1));
     } else {
+      Square<E> band[kSquares];
       take_whole(band, j0);  // while keys are multiplied
       start(acc, band, r(0));
       finish(acc, band), settle(ds);
@@ -175,12 +173,13 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
       }
   }
 
-  // The same, zeros for what is not seen or has no row of r of its own.
-  TXL_DEVICE void take_seen(Square<E> (&band)[kSquares], int j0) const {
+  // acc += the same columns by their rows of r, zeros for what is not seen or has no row of its own.
+  TXL_DEVICE void add_seen(float (&acc)[kHeadTiles][4], int j0, Tile rows) const {
     const int row = this->row_of_lane(0), query = own_query(), column = lane() % 4 * 2;
     const int lowest = lowest_own_row(j0);
     TXL_UNROLL_GPU
-    for (int m = 0; m < kSquares; ++m)
+    for (int m = 0; m < kSquares; ++m) {
+      Square<E> band;
       for (int n = 0; n < 2; ++n)
         for (int y = 0; y < 2; ++y) {
           uint32_t pair = 0;
@@ -190,8 +189,11 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
               pair |= static_cast<uint32_t>(load_shared<uint16_t>(at(row + 8 * y, place(j), 2 * key)))
                       << 16 * x;
           }
-          band[m].part[0].r[2 * n + y] = pair;
+          band.part[0].r[2 * n + y] = pair;
         }
+      add_rows<true>(acc, band, rows, 16 * m, 0);
+    }
+    fence_async_proxy();  // the copy engine may write where they were
   }
 
   // acc += a rows, by one warp.

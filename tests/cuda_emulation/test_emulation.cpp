@@ -434,7 +434,8 @@ template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32
                           Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
 #if defined(TXL_TEST_WARPGROUPS)
 template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
-                          WarpgroupProduct<f16, true, 64, 64>, WarpgroupProduct<bf16, true, 128, 64>,
+                          WarpgroupProduct<bf16, false, 8, 64>, WarpgroupProduct<f16, true, 64, 64>,
+                          WarpgroupProduct<bf16, true, 128, 64>,
                           WarpgroupProduct<bf16, false, 32, 64, 1, Fault::none, true>,
                           WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<>>();
 #endif
@@ -639,6 +640,7 @@ static void warpgroup_fault() {
 
 template <typename E>
 static void warpgroup_products() {
+  warpgroup_product<E, false, 8, 64>();
   warpgroup_product<E, false, 64, 64>();
   warpgroup_product<E, false, 64, 128>();
   warpgroup_product<E, false, 64, 128, 2>();
@@ -652,8 +654,9 @@ static void warpgroup_products() {
   warpgroup_product<E, false, 64, 128, 2, Fault::none, true>();
 }
 
-// A tensor of which heads lie between rows, and boxes that lie outside of it in part.
-template <Fault fault = Fault::none>
+// A tensor of which heads lie between rows, and boxes (of rows of that many heads) that lie outside of it in
+// part.
+template <Fault fault = Fault::none, int kHeadsOfBox = 1>
 static void boxes() {
   using K = Boxes<fault>;
   emulation::global_memory.clear();
@@ -662,9 +665,12 @@ static void boxes() {
   for (bf16& x : memory) x = from_float<bf16>(static_cast<float>(random_below(65) - 32));
   const bf16* x = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16 / 2;
   typename K::Params p{{}, 1, 2, {-5, 60, 200}, nullptr, nullptr};
+  constexpr int kRowsOfBox = kBoxRows / kHeadsOfBox;
   require(!make_tensor_map(p.map, x,
                            {{kBatch, kHeads, kRows, kChannels},
-                            {kRows * kHeads * kPitch * 2, kPitch * 2, kHeads * kPitch * 2}}),
+                            {kRows * kHeads * kPitch * 2, kPitch * 2, kHeads * kPitch * 2},
+                            kRowsOfBox,
+                            kHeadsOfBox}),
           "the tensor is refused");
   std::vector<bf16> out(K::kTimes * K::kRows * 64);
   std::vector<float> sums(K::kTimes * kBoxRows);
@@ -678,10 +684,11 @@ static void boxes() {
     for (int row = 0; row < K::kRows; ++row) {
       float sum = 0;
       for (int channel = 0; channel < 64; ++channel) {
-        const int64_t i = p.row[n] + row;
-        const bool inside = i >= 0 && i < kRows && channel < kChannels;
+        const int of_box = row % kBoxRows, head = p.head + of_box / kRowsOfBox;
+        const int64_t i = p.row[n] + row / kBoxRows * kBoxRows + of_box % kRowsOfBox;
+        const bool inside = i >= 0 && i < kRows && head < kHeads && channel < kChannels;
         const float expected =
-            inside ? to_float(x[((p.batch * kRows + i) * kHeads + p.head) * kPitch + channel]) : 0.0f;
+            inside ? to_float(x[((p.batch * kRows + i) * kHeads + head) * kPitch + channel]) : 0.0f;
         require(to_float(out[(n * K::kRows + row) * 64 + channel]) == expected, "an element differs");
         if (channel < 16) sum += expected;
       }
@@ -1106,6 +1113,7 @@ static void run_case(const std::string& name) {
       {"warpgroup_wrong_index", warpgroup_fault<Fault::wrong_index>},
       {"warpgroup_unaligned", warpgroup_fault<Fault::unaligned>},
       {"boxes", boxes<>},
+      {"boxes_of_heads", boxes<Fault::none, 8>},
       {"boxes_of_what", what_has_boxes},
       {"boxes_no_mbarrier", boxes<Fault::no_mbarrier>},
       {"boxes_no_fence", boxes<Fault::no_fence>},
