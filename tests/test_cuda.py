@@ -199,6 +199,20 @@ def test_the_copy_engine_copies_a_tensor(name, change, copies, monkeypatch, tmp_
 
 
 @emulated
+@pytest.mark.parametrize("name", ["k", "v", "r"])
+def test_backward_is_by_warpgroups_where_the_copy_engine_copies(name, monkeypatch, tmp_path):
+    """Values it does not copy."""
+    monkeypatch.setattr(cuda, "WARPGROUPS", True)
+    monkeypatch.setenv("TXL_EMULATION_TRACE", str(tmp_path / "trace"))
+    tensors = inputs(B=2, L=70, K=150, D=48, N=130, dtype=bf16)
+    batched = tensors[name] if name != "r" else tensors[name][None]
+    odd = with_rows_of(batched, 81)
+    tensors[name] = odd if name != "r" else odd[0]
+    check(CUDA, tensors)
+    assert ("WarpgroupKeyBlock" in (tmp_path / "trace").read_text()) == (name == "v")
+
+
+@emulated
 @pytest.mark.parametrize("N, of_r", [(128, 2), (100, 1)])
 def test_rows_of_r_that_are_not_repeated_come_as_boxes(N, of_r, monkeypatch, tmp_path):
     """A block's two tiles of keys, of values, and of the three of r those that lie within."""
