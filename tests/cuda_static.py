@@ -42,12 +42,13 @@ SHARED = {80: 164, 90: 228, 100: 228}
 REGISTERS = 65536
 # By the kernel of dk and dv, which holds keys, values and sums: an H200 was faster with some, and larger
 # tiles or addresses known beforehand.
-SPILLS = 40
+SPILLS = {64: 40, 128: 40, 256: 40}
 
 
 def may_spill(kernel: str) -> int:
     """Bytes per thread, none of them in near loops."""
-    return SPILLS if kernel.startswith("DkDvKernel<") else 0
+    match = re.match(r"DkDvKernel<\w+<(?:b?f16|float), (\d+)[,>]", kernel)
+    return SPILLS.get(int(match[1]), 0) if match else 0
 
 
 @dataclass(frozen=True)

@@ -270,15 +270,17 @@ def assert_accurate(got: dict, exact: dict, plain: dict, dtype: torch.dtype, few
         slack = 10 if few else 1
         floor = slack * FLOOR[dtype] * torch.finfo(dtype).eps
         # dP - dO.out, where a softmax is nearly one-hot, and its sums, which the biases get, cancel: the
-        # rounding of out, which backward is given, remains, and that of dS, which GPU kernels keep.
-        rounded = torch.finfo(dtype).eps if few or "bias" in name else 0.0
-        assert largest <= 2 * plain_largest + floor + relative + 2 * rounded, (
+        # rounding of out, which backward is given, remains, and that of dS, which GPU kernels keep. Of the
+        # biases' gradients the largest error is some 2.5 times the mean.
+        sums = torch.finfo(dtype).eps if "bias" in name else 0.0
+        assert largest <= 2 * plain_largest + floor + relative + 2 * sums, (
             f"{name}: error of {largest:.3g} of the largest value, plain {dtype} makes {plain_largest:.3g}"
         )
         if name == "lse" and dtype in (bf16, f16):  # which plain PyTorch rounds it to, kernels do not
             assert largest <= torch.finfo(dtype).eps, f"lse: error of {largest:.3g} of the largest value"
         # The mean of a few numbers is as much a matter of luck as the largest of them.
         lucky = norm < 1e-6 or (few and g.numel() < 32)
+        rounded = torch.finfo(dtype).eps if few else sums
         cancelled = rounded + (floor if lucky else 4 * slack * accumulated)
         assert mean <= max((slack * RELATIVE[dtype] + relative) * norm + cancelled, 2 * plain_mean), (
             f"{name}: mean error {mean:.3g} where values are {norm:.3g}, plain {dtype} makes {plain_mean:.3g}"

@@ -141,5 +141,11 @@ def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
         readable = subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True, check=True)
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
         assert len(spills) == len(names)
-        # About twice what test_cuda_static.py allows today's compiler: kernels by warpgroups fill registers.
-        assert not [(name, count) for name, count in spills if int(count) > 2 * may_spill(short(name)) + 8]
+        # As test_cuda_static.py asks of nvcc's, but of two that fill all registers.
+        more = {"DkDvKernel<WarpgroupKeyBlock<": 80, "DqKernel<WarpgroupSlopeBlock<": 8}
+        for name, count in spills:
+            kernel = short(name)
+            allowed = next(
+                (most for start, most in more.items() if kernel.startswith(start)), may_spill(kernel)
+            )
+            assert int(count) <= allowed, kernel

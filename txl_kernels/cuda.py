@@ -134,10 +134,11 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     gpu.check_sizes(NAME, inputs)
     q, (B, H, L, D) = inputs.q, inputs.q.shape
     out, lse = new_results(q)
-    splits = gpu.key_splits(inputs)
     if L <= gpu.DECODE_QUERIES and options.dropout_p == 0:
         step = 32 if q.dtype.itemsize == 2 and D <= 64 else 16  # a tile, as forward.h's kForwardKeys
         splits = gpu.key_splits(inputs, _AT_ONCE, _SPLIT_KEYS, step)
+    else:
+        splits = gpu.key_splits(inputs)
     parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
     warpgroups = WARPGROUPS and has_warpgroups(q.device)
     # The kernel that joins splits would be in the way of those that wait.

@@ -14,9 +14,8 @@ struct DqKernel : private Block {
   using Block::kHeadTiles, Block::kSquares, Block::kApart;
   using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead;
 
-  static TXL_HD int64_t parts(const BackwardParams& x) {
-    return div_up(x.chunk.hi - x.chunk.lo, BM);
-  }  // of a head
+  // Of a head.
+  static TXL_HD int64_t parts(const BackwardParams& x) { return div_up(x.chunk.hi - x.chunk.lo, BM); }
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * x.chunk.batches; }
   static TXL_DEVICE void run(const Params& params) { DqKernel(params).collect(); }
 

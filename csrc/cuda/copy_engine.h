@@ -162,6 +162,15 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
 
 TXL_DEVICE bool is_first_warp() { return uniform(warp()) == 0; }
 
+// `count` mbarriers, one behind the other, for one arrival each. All meet at a barrier before they use them.
+TXL_DEVICE void make_mbarriers(uint32_t first, int count, bool first_warp) {
+  if (elected(first_warp)) {
+    TXL_UNROLL_GPU
+    for (int n = 0; n < count; ++n) mbarrier_init(first + static_cast<uint32_t>(n) * 8, 1);
+  }
+  fence_async_proxy();
+}
+
 // Boxes that fill a tile of Panels (tiles.h): all its channels. By the one thread that tells the engine.
 template <typename Tile>
 TXL_DEVICE void copy_panels(Tile to, const TensorMap& map, int row, int head, int batch, uint32_t mbarrier) {

@@ -177,7 +177,6 @@ struct KeyBlock {
   TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
   // Whether none of the tile is for this warp's keys, and whether it is this warp that stores dS of its keys.
   TXL_DEVICE bool is_hidden(int) const { return false; }
-  TXL_DEVICE int end_of_near() const { return smaller(tiles.far_first, tiles.all_hi); }
   TXL_DEVICE bool stores_slopes() const { return kKeyGroups == kWarps || own_channel == 0; }
 
   // ---- Shared memory ----
@@ -276,8 +275,8 @@ struct KeyBlock {
 
   // Until what copy_position and copy_queries have started is there for all, and all are done with what they
   // did before.
-  static TXL_DEVICE void wait_position() { wait_copied<kPanels>(); }
-  static TXL_DEVICE void wait_queries(int) { wait_copied<kPanels>(); }
+  static TXL_DEVICE void wait_position() { wait_copied(); }
+  static TXL_DEVICE void wait_queries(int) { wait_copied(); }
 
   // ---- A tile ----
   //

@@ -63,7 +63,7 @@ struct QueryBlock {
   KeyTiles tiles;
   uint32_t base;  // of shared memory
   // Of long rows dq has no registers for what copies could know beforehand.
-  using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores || kPanels ? 256 : 128)>;
+  using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores ? 256 : 128)>;
   using Copied = typename TileCopier::Rows;
   TileCopier copier;
   Copied k_rows, v_rows, r_rows;
@@ -188,7 +188,7 @@ struct QueryBlock {
 
   // ---- A tile ----
 
-  static TXL_DEVICE void wait_tile() { wait_copied<kPanels>(); }
+  static TXL_DEVICE void wait_tile() { wait_copied(); }
 
   // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupBlock has a take_scores of its own, and also
   // begin_copies, copy_tile, wait_tile, add_keys and add_values.

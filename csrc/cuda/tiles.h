@@ -360,12 +360,9 @@ TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem
   copier.template copy<kRows>(to, 0, copier.rows(from, b, h), false, 0, row_of);
 }
 
-// What was copied has arrived, and all threads are done with what they did before. kPanels: warpgroups are to
-// read it.
-template <bool kPanels>
+// What was copied has arrived, and all threads are done with what they did before.
 TXL_DEVICE void wait_copied() {
   wait_copies<0>();
-  if constexpr (kPanels) fence_async_proxy();
   sync_threads();
 }
 

@@ -42,8 +42,7 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   TXL_DEVICE int end_of_near() const { return smaller(this->tiles.far_first, own.all_hi); }
 
   TXL_DEVICE void begin_copies() {
-    if (elected(first_warp)) mbarrier_init(of_position(), 1), mbarrier_init(of_queries(), 1);
-    fence_async_proxy();
+    make_mbarriers(of_position(), 2, first_warp);
     sync_threads();
     by_threads = true;  // keys and values will be copied
   }

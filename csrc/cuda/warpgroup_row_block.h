@@ -29,9 +29,7 @@ struct WarpgroupRowBlock {
     own = at;
     for (int n = thread_index(); n < static_cast<int>(kOnesBytes) / 4; n += 32 * kWarps)
       store_shared(own + static_cast<uint32_t>(n) * 4, ones<E>());
-    if (elected(first_warp))
-      for (int n = 0; n < kPlaces; ++n) mbarrier_init(mbarrier(static_cast<uint32_t>(n)), 1);
-    fence_async_proxy();  // all meet before the first copy
+    make_mbarriers(mbarrier(0), kPlaces, first_warp);  // and a fence; all meet before the first copy
   }
   template <typename Tile>
   TXL_DEVICE void copy(Tile to, const Params& params, int i0, int h, int b, uint32_t place) const {

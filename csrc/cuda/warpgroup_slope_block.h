@@ -53,8 +53,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   }
 
   TXL_DEVICE void begin_copies() const {
-    if (elected(first_warp)) mbarrier_init(mbarrier(), 1);
-    fence_async_proxy();
+    make_mbarriers(mbarrier(), 1, first_warp);
     sync_threads();
   }
 
