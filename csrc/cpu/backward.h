@@ -477,14 +477,16 @@ class BackwardKernel {
     window.advance(in_band.lo, in_band.hi, [&](int64_t column) { return s.r_panels + column * pitch_; });
     const bool begins = slope.start < 0;
     if (begins) slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kColumnStep);
-    slope.written = p_.band(block.i0, in_band.hi - 1) - band_.first + 1 - slope.start;
+    // What lies behind the last column that some row sees is left out.
+    const int64_t written = min(p_.band(block.i0, in_band.hi - 1) + 1, block.band_of_rows(0, block.rows).hi);
+    slope.written = written - band_.first - slope.start;
     // Zeros beside what the rows will get.
     for (int m = 0; m < block.rows; ++m) {
       T* row = s.slope + m * kSlopePitch;
       const int64_t from = p_.band(block.i0 + m, in_band.lo) - band_.first - slope.start;
       const int64_t to = from + in_band.hi - in_band.lo;
       if (begins) zero(row, from);
-      zero(row + to, round_up(slope.written, kColumnStep) - to);
+      zero(row + to, max(round_up(slope.written, kColumnStep) - to, 0));
     }
   }
 
@@ -495,7 +497,8 @@ class BackwardKernel {
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool partial = !block.all_see(j, j + kWidth);
       panel_product<C>(block.rows, qu.along, qu.lda, depth_, s.k_panels + (j - s.first_key) * pitch_,
-                       window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
+                       window.read(block.place(j, j + kWidth), j), s.tile, keys_needed(block, j),
+                       [&](auto& acc, int64_t m) {
                          probabilities<T>(acc, s.q.lse2 + m);
                          // After it: where lse is NaN, keys that the query does not see get 0 all the same.
                          if (partial) mask_tile<T>(acc, block, m, j, T{});
@@ -515,7 +518,7 @@ class BackwardKernel {
       const bool partial = !block.all_see(j, j + kWidth), banded = j >= in_band.lo && j < in_band.hi;
       T* skewed = banded ? s.slope + (p_.band(block.i0, j) - band_.first - slope.start) : nullptr;
       panel_product<C>(block.rows, dout.along, dout.lda, depth_, s.v_panels + (j - s.first_key) * pitch_, {},
-                       s.tile, [&](auto& acc, int64_t m) {
+                       s.tile, keys_needed(block, j), [&](auto& acc, int64_t m) {
                          const int64_t at = m * kPitch + (j - lo);
                          score_gradient<T>(acc, s.prob + at, s.dropped + at, kPitch, s.q.delta + m);
                          if (partial) mask_tile<T>(acc, block, m, j, T{});
@@ -537,9 +540,11 @@ class BackwardKernel {
   // dv, dk and the content part of dq from the keys [lo, hi).
   void add_content(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
     const int64_t keys = hi - lo, at = lo - s.first_key;
-    add_across(s.dropped, kPitch, block.rows, keys, operand(s.q.dout), s.sums.dv + at * columns_, s);
-    add_across(s.ds, kPitch, block.rows, keys, operand(s.q.qu), s.sums.dk + at * columns_, s);
-    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + at / C::per_elem * row_pitch_, s.q.dq_content, s);
+    const auto rows = [&](int64_t x, int64_t count) { return block.rows_of_keys({lo + x, lo + x + count}); };
+    add_across(s.dropped, kPitch, block.rows, keys, operand(s.q.dout), s.sums.dv + at * columns_, rows, s);
+    add_across(s.ds, kPitch, block.rows, keys, operand(s.q.qu), s.sums.dk + at * columns_, rows, s);
+    add_along(s.ds, kPitch, block.rows, keys, s.k_rows + at / C::per_elem * row_pitch_, s.q.dq_content,
+              keys_needed(block, lo), s);
   }
 
   // dr and the position part of dq from the band columns that are complete: those no key from `next` on adds
@@ -552,10 +557,15 @@ class BackwardKernel {
           0, min(done, floor_to(p_.band(block.last_row(), next) - band_.first - slope.start, kColumnStep)));
     const int64_t count = round_up(done, kColumnStep);
     if (count > 0) {
-      add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
-                s.q.dq_position, s);
-      add_across(s.slope, kSlopePitch, block.rows, count, operand(s.q.qv), s.sums.dr + slope.start * columns_,
-                 s);
+      const int64_t first = band_.first + slope.start;
+      add_along(
+          s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
+          s.q.dq_position,
+          [&](int64_t m, int64_t rows) { return shifted(block.band_of_rows(m, rows), first); }, s);
+      add_across(
+          s.slope, kSlopePitch, block.rows, count, operand(s.q.qv), s.sums.dr + slope.start * columns_,
+          [&](int64_t x, int64_t columns) { return block.rows_of_band({first + x, first + x + columns}); },
+          s);
     }
     if (last) return;
     const int64_t kept = slope.written - done;
@@ -613,9 +623,10 @@ class BackwardKernel {
   }
 
   // sums += x y for x [rows][columns] and packed rows y, `most` columns at a time where what is multiplied
-  // would not stay in the first cache.
+  // would not stay in the first cache. needed: the columns of x that are not zero, for some of its rows.
+  template <class Needed>
   void add_along(const T* x, int64_t pitch, int64_t rows, int64_t columns, const Elem* y, T* sums,
-                 Scratch& s) const {
+                 Needed needed, Scratch& s) const {
     const int64_t most = kTiled<C> ? kWidth : kLong ? columns : 64;
     for (int64_t c = 0; c < columns; c += most) {
       const int64_t step = min(most, columns - c);
@@ -624,16 +635,19 @@ class BackwardKernel {
         packed = x + c;
       else
         pack_along<C>(x + c, pitch, rows, step, s.along, kAlongPitch);
-      add_product<C, A::rows>(rows, columns_, step / C::per_elem, packed,
-                              C::per_elem == 1 ? pitch : kAlongPitch, y + c / C::per_elem * row_pitch_,
-                              row_pitch_, sums, columns_, next);
+      add_product<C, A::rows>(
+          rows, columns_, step / C::per_elem, packed, C::per_elem == 1 ? pitch : kAlongPitch,
+          y + c / C::per_elem * row_pitch_, row_pitch_, sums, columns_,
+          [&](int64_t m, int64_t count) { return in_elements<C>(shifted(needed(m, count), c)); }, next);
     }
   }
 
   // sums += x^T y for x [rows][columns] and rows y of the block; with tiles sums^T += y^T x, panel by panel:
-  // then x, the larger one, need not be turned.
+  // then x, the larger one, need not be turned. needed: the rows of x that are not zero, for some of its
+  // columns.
+  template <class Needed>
   void add_across(T* x, int64_t pitch, int64_t rows, int64_t columns, const Rows<C, kBlockRows>& y, T* sums,
-                  Scratch& s) const {
+                  Needed needed, Scratch& s) const {
     const int64_t whole = round_up(rows, kStep), steps = whole / C::per_elem;
     for (int64_t m = rows; m < whole; ++m) zero(x + m * pitch, columns);
     if constexpr (kTiled<C>) {
@@ -641,7 +655,7 @@ class BackwardKernel {
         T *panel = sums + c * columns_, *next = panel + kWidth * columns_;
         pack_across<C>(x + c, pitch, whole, kWidth, s.across, kPanelPitch<C>);
         add_product<C, A::rows>(columns_, kWidth, steps, y.across, y.ldb, s.across, kPanelPitch<C>, panel,
-                                kWidth, reinterpret_cast<const Elem*>(next));
+                                kWidth, All{}, reinterpret_cast<const Elem*>(next));
       }
     } else {
       const Elem* packed = s.across;
@@ -650,7 +664,8 @@ class BackwardKernel {
       else
         pack_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
       add_product<C, A::columns>(columns, columns_, steps, packed, C::per_elem == 1 ? pitch : kSlopePitch,
-                                 y.across, y.ldb, sums, columns_);
+                                 y.across, y.ldb, sums, columns_,
+                                 [&](int64_t x, int64_t count) { return in_elements<C>(needed(x, count)); });
     }
   }
 

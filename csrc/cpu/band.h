@@ -31,7 +31,7 @@ struct BandColumns {
     // Blocks of so many rows, one behind another, then need no more columns than they have to.
     const int64_t needed = p.band(block_rows - 1, 0);
     first = needed + floor_to(first - needed, kWidth);
-    const int64_t last = min(min(used.hi, p.N) - 1 + slack, p.band(0, round_up(p.K, kWidth) - 1));
+    const int64_t last = min(used.hi - 1, p.N - 1 + slack);
     panels = last < first ? 0 : (last - first) / kWidth + 1;
   }
 
@@ -75,6 +75,24 @@ struct Block {
         keys(keys_of_queries(p, batch, i0, last_row())) {}
 
   int64_t last_row() const { return i0 + rows - 1; }
+
+  // Of `count` rows from `first` on: the keys that any of them sees, and where these lie in the band.
+  Range keys_of_rows(int64_t first, int64_t count) const {
+    return keys_of_queries(p, batch, i0 + first, i0 + first + count - 1);
+  }
+  Range band_of_rows(int64_t first, int64_t count) const {
+    const int64_t i = i0 + first, last = i + count - 1;
+    return {p.band(last, p.keys_of_query(batch, last).lo), p.band(i, p.keys_of_query(batch, i).hi - 1) + 1};
+  }
+  // The other way round: the rows that may see one of the keys, and those for which a band column is a key
+  // that exists.
+  Range rows_of_keys(Range of) const {
+    const int64_t position = p.position(i0);
+    return {of.lo - p.right - position, of.hi + p.left - position};
+  }
+  Range rows_of_band(Range columns) const {
+    return {batch.lo - p.key(i0, columns.hi - 1), batch.hi - p.key(i0, columns.lo)};
+  }
 
   // Whether every row sees every key of [lo, hi).
   bool all_see(int64_t lo, int64_t hi) const {
@@ -154,7 +172,9 @@ class BandWindow {
   template <class F>
   void advance(int64_t lo, int64_t hi, F panel) {
     const int64_t need_start = floor_to(column(block_->rows - 1, lo), kWidth);
-    const int64_t need_end = round_up(column(0, hi - 1) + 1, kWidth);
+    // Of what lies behind the last column that some query sees nothing is computed.
+    const Range seen = block_->band_of_rows(0, block_->rows);
+    const int64_t need_end = round_up(min(column(0, hi - 1) + 1, seen.hi - columns_->first), kWidth);
     if (need_start >= end_) {
       start_ = end_ = need_start;
     } else if (need_start > start_) {
@@ -164,8 +184,11 @@ class BandWindow {
       start_ = need_start;
     }
     for (; end_ < need_end; end_ += kWidth) {
-      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
-                       Store<T>{t_ + (end_ - start_), kPitch});
+      const int64_t first = columns_->first + end_;
+      panel_product<C>(
+          block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
+          [&](int64_t m, int64_t count) { return shifted(block_->band_of_rows(m, count), first); },
+          Store<T>{t_ + (end_ - start_), kPitch});
     }
   }
 

@@ -230,7 +230,8 @@ class ForwardKernel {
       const bool partial = !block.all_see(j, j + kWidth);
       if (piecemeal_) pack_keys(u, j, u.k);
       panel_product<C>(block.rows, s.qu, q_pitch_, depth_, u.k + (piecemeal_ ? 0 : j * pitch_),
-                       window.read(block.place(j, j + kWidth), j), s.tile, [&](auto& acc, int64_t m) {
+                       window.read(block.place(j, j + kWidth), j), s.tile, keys_needed(block, j),
+                       [&](auto& acc, int64_t m) {
                          if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          add_tile_to_sums(acc, m, lo, j, s);
                        });
@@ -307,9 +308,10 @@ class ForwardKernel {
     const Elem* prob = s.elems;
     if constexpr (C::per_elem == 1) prob = s.prob;
     for (int64_t j = lo; j < hi; j += kValueKeys)
-      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem,
-                              prob + (j - lo) / C::per_elem, known_pitch<kElemPitch>(), values(u, j),
-                              v_pitch_, s.softmax.o, columns_);
+      add_product<C, A::rows>(
+          block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem, prob + (j - lo) / C::per_elem,
+          known_pitch<kElemPitch>(), values(u, j), v_pitch_, s.softmax.o, columns_,
+          [&](int64_t m, int64_t count) { return in_elements<C>(keys_needed(block, j)(m, count)); });
   }
 
   // 0 * NaN is NaN: what is not finite among the values is not in the product, and added here to the rows

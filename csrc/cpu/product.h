@@ -35,20 +35,21 @@ constexpr auto known_pitch() {
     return Size<N>{};
 }
 
-// ahead: depth / kSteps cache lines to bring near meanwhile, or null. Pitch: int64_t or known_pitch's.
-template <class C, A layout, int kM, int kN, class Pitch>
+// The vectors [kFrom, kTo) of acc; the others stay as they are. ahead: depth / kSteps cache lines to bring
+// near meanwhile, or null. Pitch: int64_t or known_pitch's.
+template <class C, A layout, int kFrom, int kTo, int kM, int kN, class Pitch>
 TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::Elem* a, Pitch lda,
                          const typename C::Elem* b, int64_t ldb, int64_t depth, const char* ahead = nullptr) {
   using Elem = typename C::Elem;
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    Vec<Elem> row[kN];
+    Vec<Elem> row[kTo - kFrom];
     TXL_UNROLL
-    for (int n = 0; n < kN; ++n) row[n] = load(b + k * ldb + n * kLanes<Elem>);
+    for (int n = kFrom; n < kTo; ++n) row[n - kFrom] = load(b + k * ldb + n * kLanes<Elem>);
     TXL_UNROLL
     for (int m = 0; m < kM; ++m) {
       const Vec<Elem> x = splat(layout == A::rows ? a[m * lda + k] : a[k * lda + m]);
       TXL_UNROLL
-      for (int n = 0; n < kN; ++n) acc[m][n] = C::step(acc[m][n], x, row[n]);
+      for (int n = kFrom; n < kTo; ++n) acc[m][n] = C::step(acc[m][n], x, row[n - kFrom]);
     }
   };
   int64_t k = 0;
@@ -86,6 +87,21 @@ TXL_INLINE int64_t floor_to(int64_t n, int64_t to) { return n - ((n % to) + to) 
 TXL_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 TXL_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// A range counted from `start`.
+TXL_INLINE Range shifted(Range range, int64_t start) { return {range.lo - start, range.hi - start}; }
+
+// What a product is needed for, asked for groups of rows of the result, needed(row, count): nothing of it is
+// left out.
+struct All {
+  TXL_INLINE Range operator()(int64_t, int64_t) const { return {0, INT64_MAX}; }
+};
+
+// Elements that hold these values.
+template <class C>
+TXL_INLINE Range in_elements(Range values) {
+  return {values.lo / C::per_elem, (values.hi + C::per_elem - 1) / C::per_elem};
+}
+
 // Whether products are made of whole tiles: then rows of A and of the result exist up to the next multiple of
 // kTile, whatever they hold.
 template <class C>
@@ -110,7 +126,7 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch 
                                                typename C::Acc* c, int64_t ldc) {
   using T = typename C::Acc;
   Vec<T> acc[kM][kN] = {};
-  multiply<C, layout>(acc, a, lda, b, ldb, depth);
+  multiply<C, layout, 0, kN>(acc, a, lda, b, ldb, depth);
   TXL_UNROLL
   for (int m = 0; m < kM; ++m) TXL_UNROLL
   for (int n = 0; n < kN; ++n) {
@@ -119,11 +135,14 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch 
   }
 }
 
-// ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
-template <class C, A layout, class Pitch>
+// needed: the part of the depth where rows of A are not zero, and more of it for all this knows; where
+// products are made of tiles nobody asks. ahead: what tiles of parts bring near meanwhile, as much of it as b
+// is long; or null.
+template <class C, A layout, class Pitch, class Needed = All>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
                             Pitch lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
-                            int64_t ldc, [[maybe_unused]] const typename C::Elem* ahead = nullptr) {
+                            int64_t ldc, [[maybe_unused]] Needed needed = {},
+                            [[maybe_unused]] const typename C::Elem* ahead = nullptr) {
   using T = typename C::Acc;
   if constexpr (kTiled<C>) {
     static_assert(layout == A::rows, "tiles are read from rows");
@@ -132,8 +151,11 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
     in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
       const int64_t column = n0 * kLanes<T>;
       in_groups<kRows>(rows, [&](int64_t m0, auto km) {
+        const Range part = needed(m0, km), k = {max(part.lo, 0), min(part.hi, depth)};
+        if (k.empty()) return;
         add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
-            a + (layout == A::rows ? m0 * lda : m0), lda, b + column, ldb, depth, c + m0 * ldc + column, ldc);
+            a + (layout == A::rows ? m0 * lda + k.lo : m0 + k.lo * lda), lda, b + k.lo * ldb + column, ldb,
+            k.size(), c + m0 * ldc + column, ldc);
       });
     });
   }
@@ -172,7 +194,7 @@ struct Store {
   }
 };
 
-template <class C, int kM, class Pitch, class F>
+template <class C, int kM, int kFrom, int kTo, class Pitch, class F>
 __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitch lda, int64_t depth,
                                                  const typename C::Elem* panel,
                                                  const Start<typename C::Acc>& start, int64_t m0, F finish) {
@@ -182,8 +204,8 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitc
   const auto* next = reinterpret_cast<const char*>(panel + kPanel<C> * depth);
   const int64_t group = m0 / kM;
   const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel)) * kSteps;
-  multiply<C, A::rows>(acc, a, lda, panel, kPanel<C>, depth,
-                       fetches ? next + group * (depth / kSteps) * kLineBytes : nullptr);
+  multiply<C, A::rows, kFrom, kTo>(acc, a, lda, panel, kPanel<C>, depth,
+                                   fetches ? next + group * (depth / kSteps) * kLineBytes : nullptr);
   // Added last: products need not wait for it.
   if (start.data) {
     TXL_UNROLL
@@ -208,14 +230,15 @@ template <class C>
 constexpr bool kApart = kTiled<C> || !kLong;
 
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
-// tile: [rows][kPanel], used where kApart. What tiles store starts at zero.
-template <class C, class Pitch, class F>
+// tile: [rows][kPanel], used where kApart. What tiles store starts at zero. needed: the columns that are
+// used; others may lack the product. It is asked for where products are not made of tiles.
+template <class C, class Pitch, class Needed, class F>
 TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda, int64_t depth,
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
-                              typename C::Acc* tile, F finish) {
+                              typename C::Acc* tile, [[maybe_unused]] Needed needed, F finish) {
   using T = typename C::Acc;
   if constexpr (kApart<C> && !std::is_same_v<F, Store<T>>) {
-    panel_product<C>(rows, a, lda, depth, panel, start, nullptr, Store<T>{tile, kPanel<C>});
+    panel_product<C>(rows, a, lda, depth, panel, start, nullptr, needed, Store<T>{tile, kPanel<C>});
     for (int64_t m = 0; m < rows; ++m) {
       Vec<T> acc[1][kVectors];
       TXL_UNROLL
@@ -237,12 +260,27 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda
       Start<T> from = start;
       if (start.data) from.data += m * start.row_step;
       T sums[kM * kPanel<C>];
-      int64_t k = 0;
-      for (; depth - k > piece; k += piece) {
-        panel_tile<C, kM>(row + k, lda, piece, panel + k * kPanel<C>, from, 0, Store<T>{sums, kPanel<C>});
-        from = {sums, kPanel<C>, kLanes<T>};
-      }
-      panel_tile<C, kM>(row + k, lda, depth - k, panel + k * kPanel<C>, from, m, finish);
+      const auto multiplied = [&](auto first, auto last, int64_t steps) {
+        constexpr int kFrom = decltype(first)::value, kTo = decltype(last)::value;
+        int64_t k = 0;
+        for (; steps - k > piece; k += piece) {
+          panel_tile<C, kM, kFrom, kTo>(row + k, lda, piece, panel + k * kPanel<C>, from, 0,
+                                        Store<T>{sums, kPanel<C>});
+          from = {sums, kPanel<C>, kLanes<T>};
+        }
+        panel_tile<C, kM, kFrom, kTo>(row + k, lda, steps - k, panel + k * kPanel<C>, from, m, finish);
+      };
+      // A group needs both halves of the panel, one, or none.
+      constexpr int kHalf = kVectors / 2, kHalfColumns = kHalf * kLanes<T>;
+      const Range columns = needed(m, kM);
+      const bool left = columns.lo < kHalfColumns && columns.hi > 0;
+      const bool right = columns.lo < kPanel<C> && columns.hi > kHalfColumns;
+      if (left == right)
+        multiplied(Size<0>{}, Size<kVectors>{}, left ? depth : 0);
+      else if (left)
+        multiplied(Size<0>{}, Size<kHalf>{}, depth);
+      else
+        multiplied(Size<kHalf>{}, Size<kVectors>{}, depth);
     });
   }
 }
