@@ -36,7 +36,7 @@ struct BandColumns {
   }
 
   // Whether some distance that a query sees is clamped to the first row of r, or (side 1) to the last.
-  bool uses_far(const Problem& p, int side) const { return side ? used.hi >= p.N : used.lo <= 0; }
+  bool uses_far(const Problem& p, int side) const { return side ? used.hi > p.N : used.lo < 0; }
 
   // The row of r of a packed column; null where nobody looks.
   template <class S>
@@ -105,8 +105,8 @@ struct Block {
   Place place(int64_t lo, int64_t hi) const {
     lo = max(lo, keys.lo);
     hi = min(hi, keys.hi);
-    if (p.band(i0, hi - 1) <= 0) return Place::far_left;
-    if (p.band(last_row(), lo) >= p.N - 1) return Place::far_right;
+    if (p.band(i0, hi - 1) < 0) return Place::far_left;
+    if (p.band(last_row(), lo) >= p.N) return Place::far_right;
     return Place::band;
   }
 };
