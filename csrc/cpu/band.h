@@ -26,7 +26,8 @@ struct BandColumns {
   BandColumns(const Problem& p, int64_t block_rows) {
     const Range reached = {p.band(p.L - 1, 0), p.band(0, p.K - 1) + 1};
     used = {max(p.r_zero - p.left, reached.lo), min(p.r_zero + p.right + 1, reached.hi)};
-    const int64_t slack = kWidth + block_rows;  // invisible corners of tiles that hold something visible
+    // Invisible corners of tiles that hold something visible, but not behind the last distance that is seen.
+    const int64_t slack = kWidth + block_rows;
     first = max(max(used.lo, 0) - slack, reached.lo);
     // Blocks of so many rows, one behind another, then need no more columns than they have to.
     const int64_t needed = p.band(block_rows - 1, 0);

@@ -90,8 +90,8 @@ TXL_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 // A range counted from `start`.
 TXL_INLINE Range shifted(Range range, int64_t start) { return {range.lo - start, range.hi - start}; }
 
-// What a product is needed for, asked for groups of rows of the result, needed(row, count): nothing of it is
-// left out.
+// A product asks needed(row, count) what a group of rows of its result needs, and may leave out the rest.
+// Here: all of it.
 struct All {
   TXL_INLINE Range operator()(int64_t, int64_t) const { return {0, INT64_MAX}; }
 };
@@ -135,9 +135,8 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch 
   }
 }
 
-// needed: the part of the depth where rows of A are not zero, and more of it for all this knows; where
-// products are made of tiles nobody asks. ahead: what tiles of parts bring near meanwhile, as much of it as b
-// is long; or null.
+// needed: the part of the depth outside of which A is zero in all of these rows; products made of tiles do
+// not ask. ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
 template <class C, A layout, class Pitch, class Needed = All>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
                             Pitch lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
@@ -231,7 +230,7 @@ constexpr bool kApart = kTiled<C> || !kLong;
 
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
 // tile: [rows][kPanel], used where kApart. What tiles store starts at zero. needed: the columns that are
-// used; others may lack the product. It is asked for where products are not made of tiles.
+// used; others may lack A panel. Products made of tiles do not ask.
 template <class C, class Pitch, class Needed, class F>
 TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda, int64_t depth,
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
