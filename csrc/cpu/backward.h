@@ -477,9 +477,7 @@ class BackwardKernel {
     window.advance(in_band.lo, in_band.hi, [&](int64_t column) { return s.r_panels + column * pitch_; });
     const bool begins = slope.start < 0;
     if (begins) slope.start = floor_to(p_.band(block.last_row(), in_band.lo) - band_.first, kColumnStep);
-    // What lies behind the last column that some row sees is left out.
-    const int64_t written = min(p_.band(block.i0, in_band.hi - 1) + 1, block.band_of_rows(0, block.rows).hi);
-    slope.written = written - band_.first - slope.start;
+    slope.written = block.band_end(in_band.hi) - band_.first - slope.start;
     // Zeros beside what the rows will get.
     for (int m = 0; m < block.rows; ++m) {
       T* row = s.slope + m * kSlopePitch;
@@ -558,10 +556,8 @@ class BackwardKernel {
     const int64_t count = round_up(done, kColumnStep);
     if (count > 0) {
       const int64_t first = band_.first + slope.start;
-      add_along(
-          s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
-          s.q.dq_position,
-          [&](int64_t m, int64_t rows) { return shifted(block.band_of_rows(m, rows), first); }, s);
+      add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
+                s.q.dq_position, band_needed(block, first), s);
       add_across(
           s.slope, kSlopePitch, block.rows, count, operand(s.q.qv), s.sums.dr + slope.start * columns_,
           [&](int64_t x, int64_t columns) { return block.rows_of_band({first + x, first + x + columns}); },
@@ -638,7 +634,7 @@ class BackwardKernel {
       add_product<C, A::rows>(
           rows, columns_, step / C::per_elem, packed, C::per_elem == 1 ? pitch : kAlongPitch,
           y + c / C::per_elem * row_pitch_, row_pitch_, sums, columns_,
-          [&](int64_t m, int64_t count) { return in_elements<C>(shifted(needed(m, count), c)); }, next);
+          [&](int64_t m, int64_t count) { return shifted(needed(m, count), c); }, next);
     }
   }
 
@@ -664,8 +660,7 @@ class BackwardKernel {
       else
         pack_across<C>(x, pitch, whole, columns, s.across, kSlopePitch);
       add_product<C, A::columns>(columns, columns_, steps, packed, C::per_elem == 1 ? pitch : kSlopePitch,
-                                 y.across, y.ldb, sums, columns_,
-                                 [&](int64_t x, int64_t count) { return in_elements<C>(needed(x, count)); });
+                                 y.across, y.ldb, sums, columns_, needed);
     }
   }
 

@@ -69,11 +69,7 @@ struct Block {
   Range keys;
 
   Block(const Problem& problem, Range batch_keys, int64_t first_row, int row_count)
-      : p(problem),
-        batch(batch_keys),
-        i0(first_row),
-        rows(row_count),
-        keys(keys_of_queries(p, batch, i0, last_row())) {}
+      : p(problem), batch(batch_keys), i0(first_row), rows(row_count), keys(keys_of_rows(0, rows)) {}
 
   int64_t last_row() const { return i0 + rows - 1; }
 
@@ -94,6 +90,9 @@ struct Block {
   Range rows_of_band(Range columns) const {
     return {batch.lo - p.key(i0, columns.hi - 1), batch.hi - p.key(i0, columns.lo)};
   }
+  // Behind the last column of keys before `hi` that some row sees: the first row's, as both ends of masks
+  // grow with the row.
+  int64_t band_end(int64_t hi) const { return p.band(i0, min(hi, p.keys_of_query(batch, i0).hi) - 1) + 1; }
 
   // Whether every row sees every key of [lo, hi).
   bool all_see(int64_t lo, int64_t hi) const {
@@ -111,6 +110,15 @@ struct Block {
     return Place::band;
   }
 };
+
+// For products: the keys that a group of a block's rows sees, counted from key `start`, and where they lie in
+// the band, from its column `start`.
+TXL_INLINE auto keys_needed(const Block& block, int64_t start) {
+  return [&block, start](int64_t m, int64_t count) { return shifted(block.keys_of_rows(m, count), start); };
+}
+TXL_INLINE auto band_needed(const Block& block, int64_t start) {
+  return [&block, start](int64_t m, int64_t count) { return shifted(block.band_of_rows(m, count), start); };
+}
 
 template <class C, class S>
 static void pack_band_panel(const Problem& p, const View& r, int64_t h, const BandColumns<C>& columns,
@@ -173,9 +181,7 @@ class BandWindow {
   template <class F>
   void advance(int64_t lo, int64_t hi, F panel) {
     const int64_t need_start = floor_to(column(block_->rows - 1, lo), kWidth);
-    // Of what lies behind the last column that some query sees nothing is computed.
-    const Range seen = block_->band_of_rows(0, block_->rows);
-    const int64_t need_end = round_up(min(column(0, hi - 1) + 1, seen.hi - columns_->first), kWidth);
+    const int64_t need_end = round_up(block_->band_end(hi) - columns_->first, kWidth);
     if (need_start >= end_) {
       start_ = end_ = need_start;
     } else if (need_start > start_) {
@@ -185,11 +191,8 @@ class BandWindow {
       start_ = need_start;
     }
     for (; end_ < need_end; end_ += kWidth) {
-      const int64_t first = columns_->first + end_;
-      panel_product<C>(
-          block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
-          [&](int64_t m, int64_t count) { return shifted(block_->band_of_rows(m, count), first); },
-          Store<T>{t_ + (end_ - start_), kPitch});
+      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
+                       band_needed(*block_, columns_->first + end_), Store<T>{t_ + (end_ - start_), kPitch});
     }
   }
 

@@ -308,10 +308,9 @@ class ForwardKernel {
     const Elem* prob = s.elems;
     if constexpr (C::per_elem == 1) prob = s.prob;
     for (int64_t j = lo; j < hi; j += kValueKeys)
-      add_product<C, A::rows>(
-          block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem, prob + (j - lo) / C::per_elem,
-          known_pitch<kElemPitch>(), values(u, j), v_pitch_, s.softmax.o, columns_,
-          [&](int64_t m, int64_t count) { return in_elements<C>(keys_needed(block, j)(m, count)); });
+      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem,
+                              prob + (j - lo) / C::per_elem, known_pitch<kElemPitch>(), values(u, j),
+                              v_pitch_, s.softmax.o, columns_, keys_needed(block, j));
   }
 
   // 0 * NaN is NaN: what is not finite among the values is not in the product, and added here to the rows

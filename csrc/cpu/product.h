@@ -96,12 +96,6 @@ struct All {
   TXL_INLINE Range operator()(int64_t, int64_t) const { return {0, INT64_MAX}; }
 };
 
-// Elements that hold these values.
-template <class C>
-TXL_INLINE Range in_elements(Range values) {
-  return {values.lo / C::per_elem, (values.hi + C::per_elem - 1) / C::per_elem};
-}
-
 // Whether products are made of whole tiles: then rows of A and of the result exist up to the next multiple of
 // kTile, whatever they hold.
 template <class C>
@@ -135,8 +129,8 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch 
   }
 }
 
-// needed: the part of the depth outside of which A is zero in all of these rows; products made of tiles do
-// not ask. ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
+// needed: the part of the depth, in values, outside of which A is zero in all of these rows; products made of
+// tiles do not ask. ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
 template <class C, A layout, class Pitch, class Needed = All>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
                             Pitch lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
@@ -150,7 +144,9 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
     in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
       const int64_t column = n0 * kLanes<T>;
       in_groups<kRows>(rows, [&](int64_t m0, auto km) {
-        const Range part = needed(m0, km), k = {max(part.lo, 0), min(part.hi, depth)};
+        const Range part = needed(m0, km);
+        const Range k = {max(part.lo, 0) / C::per_elem,
+                         (min(part.hi, depth * C::per_elem) + C::per_elem - 1) / C::per_elem};
         if (k.empty()) return;
         add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
             a + (layout == A::rows ? m0 * lda + k.lo : m0 + k.lo * lda), lda, b + k.lo * ldb + column, ldb,

@@ -110,11 +110,6 @@ TXL_INLINE void mask_tile(Vec<T> (&acc)[kM][kN], const Block& block, int64_t m0,
   }
 }
 
-// For products: the keys that a group of a block's rows sees, counted from key `start`.
-TXL_INLINE auto keys_needed(const Block& block, int64_t start) {
-  return [&block, start](int64_t m, int64_t count) { return shifted(block.keys_of_rows(m, count), start); };
-}
-
 // The tiles of [lo, hi) that lie in the band: the far ones are left and right of them.
 template <class C>
 static Range band_tiles(const Block& block, int64_t lo, int64_t hi) {

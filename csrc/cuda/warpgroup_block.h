@@ -73,8 +73,8 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   }
 
   TXL_DEVICE void begin_copies() const {
-    make_mbarriers(mbarrier(), 1,
-                   first_warp);  // and a fence, also of the far terms' rows of r, which lay where tiles will
+    // Its fence is also for the far terms' rows of r, which lay where tiles will.
+    make_mbarriers(mbarrier(), 1, first_warp);
     sync_threads();
   }
 
