@@ -118,7 +118,8 @@ struct Workspace {
     slopes = take(chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
     const int64_t row = div_up(p.D, 8) * 8;
     const auto take_queries = [&] {
-      return View{take(heads * p.L * row * element_bytes / 4), p.H * p.L * row, p.L * row, row, true};
+      const int64_t count = heads * p.L + 7;  // a box of eight may end behind the last
+      return View{take(count * row * element_bytes / 4), p.H * p.L * row, p.L * row, row, true};
     };
     queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
     q_u = take_queries(), q_v = take_queries();
