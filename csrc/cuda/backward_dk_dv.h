@@ -54,14 +54,18 @@ struct DkDvKernel : private Block {
       } else if constexpr (!kByWarpgroups) {
         add_queries<false, false>(i0);
       } else {
-        // Nearly all tiles, in a loop of their own: in this one sums would change registers.
-        for (const int end = this->end_of_near();; start_tile<true>(i0)) {
-          add_queries<false, false>(i0);
-          if (i0 + BM >= end) break;
+        // Nearly all tiles, in a loop of their own, but for the first: else sums would change registers.
+        const int end = this->end_of_near();
+        add_queries<false, false>(i0);
+        while (i0 + BM < end) {
           i0 += BM;
+          start_tile<true>(i0);
+          add_queries<false, false, !kDropout>(i0);  // which has no registers for it
         }
+        this->wait_gradients(dk, dv);
       }
     }
+    this->wait_slopes();
     store();
   }
 
@@ -93,14 +97,14 @@ struct DkDvKernel : private Block {
 
   // ---- A tile ----
 
-  template <bool kFar, bool kMasked>
+  template <bool kFar, bool kMasked, bool kGoesOn = false>
   TXL_DEVICE void add_queries(int i0) {
     TXL_NO_UNROLL_GPU
-    for (int first = 0; first < kQueryTiles; first += kTogether) add_some<kFar, kMasked>(i0, first);
+    for (int first = 0; first < kQueryTiles; first += kTogether) add_some<kFar, kMasked, kGoesOn>(i0, first);
   }
 
   // The queries of n8 tiles `first` to first + kTogether - 1.
-  template <bool kFar, bool kMasked>
+  template <bool kFar, bool kMasked, bool kGoesOn>
   TXL_DEVICE void add_some(int i0, int first) {
     float ds[kTogether][4] = {}, dp[kTogether][4];
     this->take_scores(ds, dp, first, [&] {
@@ -117,8 +121,8 @@ struct DkDvKernel : private Block {
           }
       }
     });
-    E* const to = slopes(i0 + 8 * first);
-    this->template add_gradients<kMasked>(
+    const auto to = this->begin_slopes(i0 + 8 * first);
+    this->template add_gradients<kMasked, kGoesOn>(
         dk, dv, dp, ds, first, [&](int n, int x) { return sees(i0, first + n, x); },
         [&](int n) {
           for (int y = 0; y < 2; ++y) {
@@ -137,8 +141,9 @@ struct DkDvKernel : private Block {
         },
         [&](int n, const Square<E>& a) {
           if constexpr (!kByWarpgroups) add_sum(ds_sum, a);
-          if (this->stores_slopes()) store_slopes(to + 8 * n * params.w.chunks.columns, a);
+          this->put_slopes(to, n, a);
         });
+    this->send_slopes(i0 + 8 * first);
   }
 
   // The tile's query of element x of n8 tile n, and the element's key.
@@ -150,27 +155,6 @@ struct DkDvKernel : private Block {
   TXL_DEVICE bool is_kept(int n, int x) const {
     const int j = key(x);
     return (band().kept(query(n, x), j & 15) >> (j >> 4 & (BN > 64 ? 7 : 3)) & 1) != 0;
-  }
-
-  // Where dS lies of the query from i on, and of the warp's key, whose first pair the lane stores.
-  TXL_DEVICE E* slopes(int i) const {
-    const int first = lane() / 4, second = lane() % 4 * 2;
-    return params.template slopes<E>(opaque(b), opaque(h), i + (is_half<E> ? first : second),
-                                     j0 + own_key + (is_half<E> ? second : first));
-  }
-
-  // dS of 16 queries and the warp's keys.
-  TXL_DEVICE void store_slopes(E* to, const Square<E>& a) const {
-    const int64_t columns = params.w.chunks.columns;
-    TXL_UNROLL_GPU
-    for (int n = 0; n < 4; ++n)
-      if constexpr (is_half<E>) {
-        store_global(reinterpret_cast<uint32_t*>(to + n / 2 * 8 * columns + n % 2 * 8),
-                     transpose_matrix(a.part[0].r[n]));
-      } else {
-        for (int m = 0; m < 2; ++m)
-          store_global(to + (8 * m + n / 2) * columns + n % 2 * 8, bits<float>(a.part[m].r[n]));
-      }
   }
 
   // ---- Results ----

@@ -1,6 +1,6 @@
 // The copy engine (TMA), sm_90a: told by one thread, it copies boxes of a tensor to shared memory, where
-// warpgroup_mma reads them as they are (tiles.h: Panels). Under nvcc PTX, otherwise the emulation, as
-// device.h.
+// warpgroup_mma reads them as they are (tiles.h: Panels), or from there to a tensor. Under nvcc PTX,
+// otherwise the emulation, as device.h.
 #pragma once
 
 #include "device.h"
@@ -14,11 +14,12 @@ namespace txl::cuda {
 constexpr int kBoxRows = 64;
 constexpr uint32_t kBoxBytes = kBoxRows * 128;
 
-// Of a tensor: batch, heads, rows, channels; strides of the first three in bytes. And of its boxes, which are
-// kBoxRows rows of shared memory: `rows` of the tensor's rows, of each of `heads` heads.
+// Of a tensor: batch, heads, rows, channels; strides of the first three in bytes. And of its boxes: `rows` of
+// the tensor's rows, of each of `heads` heads, and `channels` of each row, 64 or 16. copy_box has kBoxRows
+// rows of 64.
 struct BoxedSizes {
   int64_t size[4], stride[3];
-  int rows = kBoxRows, heads = 1;
+  int rows = kBoxRows, heads = 1, channels = 64;
 };
 
 // Whether the copy engine can copy from it, if it begins at a multiple of 16 bytes. cuTensorMapEncodeTiled's
@@ -95,6 +96,25 @@ TXL_DEVICE void copy_box(uint32_t shared, const TensorMap& map, int channel, int
       : "memory");
 }
 
+// Starts to copy a box of 16 channels from shared memory, from a multiple of 256, to the tensor: rows of 32
+// bytes, whose halves have changed places in every second four rows; what lies outside of the tensor is left
+// out. The threads of a warp come here together, and all of its boxes are one thread's, without a branch.
+// What is read has been written before a fence_async_proxy by the thread that wrote it, and a barrier.
+TXL_DEVICE void store_box(const TensorMap& map, int channel, int row, int head, int batch, uint32_t shared) {
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "}" ::"l"(reinterpret_cast<uint64_t>(&map)),
+      "r"(channel), "r"(row), "r"(head), "r"(batch), "r"(shared)
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the engine has read all boxes that the thread has stored: then, after a barrier, others may write
+// there, and the block may end.
+TXL_DEVICE void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 #if !defined(__CUDACC_RTC__)  // which has no host
 // The driver's functions want what the runtime's see to themselves: that the thread has a context. One that
 // torch's autograd or Python has just made may have none. Returns a cudaError_t.
@@ -128,12 +148,13 @@ inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x
     strides[d] = sizes[d + 1] == 1 ? extent : static_cast<cuuint64_t>(x.stride[2 - d]);
     extent = sizes[d + 1] * strides[d];
   }
-  const cuuint32_t rows = static_cast<cuuint32_t>(x.rows), heads = static_cast<cuuint32_t>(x.heads);
-  const cuuint32_t box[4] = {64, rows, heads, 1}, every[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes, strides, box, every,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto number = [](int n) { return static_cast<cuuint32_t>(n); };
+  const cuuint32_t box[4] = {number(x.channels), number(x.rows), number(x.heads), 1}, every[4] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle =
+      x.channels == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), sizes,
+                                 strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return static_cast<cudaError_t>(result);  // the same numbers
 }
 #endif
@@ -145,16 +166,19 @@ using emulation::elected;
 using emulation::mbarrier_arrive;
 using emulation::mbarrier_init;
 using emulation::mbarrier_wait;
+using emulation::store_box;
 using emulation::TensorMap;
+using emulation::wait_stored;
 
 inline int bind_context() { return 0; }
 
 inline int make_tensor_map(TensorMap& map, const void* data, const BoxedSizes& x) {
   if (!has_boxes(x) || reinterpret_cast<uintptr_t>(data) % 16 != 0) return 1;
-  map.data = static_cast<const unsigned char*>(data);
+  map.data = static_cast<unsigned char*>(const_cast<void*>(data));
   for (int d = 0; d < 4; ++d) map.size[d] = x.size[d];
   for (int d = 0; d < 3; ++d) map.stride[d] = x.stride[d];
-  map.box_rows = static_cast<uint32_t>(x.rows), map.box_heads = static_cast<uint32_t>(x.heads);
+  const auto number = [](int n) { return static_cast<uint32_t>(n); };
+  map.box_rows = number(x.rows), map.box_heads = number(x.heads), map.box_channels = number(x.channels);
   return 0;
 }
 

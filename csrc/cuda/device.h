@@ -170,6 +170,13 @@ TXL_DEVICE void load_matrix_x2(uint32_t (&r)[2], uint32_t row_address) {
                : "memory");
 }
 
+// Writes what load_matrix_x4_trans would read: sm_90.
+TXL_DEVICE void store_matrix_x4_trans(uint32_t row_address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // Of such a matrix, from the lane's two elements of a row, those of the column.
 TXL_DEVICE uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
@@ -487,6 +494,7 @@ using emulation::release_next;
 using emulation::shared_base;
 using emulation::shuffle_xor;
 using emulation::store_global;
+using emulation::store_matrix_x4_trans;
 using emulation::store_shared;
 using emulation::sync_threads;
 using emulation::sync_warp;

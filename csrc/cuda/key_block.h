@@ -175,9 +175,8 @@ struct KeyBlock {
     return !is_masked(i0) && (i0 < tiles.near || i0 >= tiles.far_first);
   }
   TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
-  // Whether none of the tile is for this warp's keys, and whether it is this warp that stores dS of its keys.
+  // Whether none of the tile is for this warp's keys.
   TXL_DEVICE bool is_hidden(int) const { return false; }
-  TXL_DEVICE bool stores_slopes() const { return kKeyGroups == kWarps || own_channel == 0; }
 
   // ---- Shared memory ----
 
@@ -324,8 +323,8 @@ struct KeyBlock {
 
   // dv += weight dO, dk += ds (q + u), of the same tiles; make(n) is called when those of n8 tile n are to be
   // there, and put(n, dS of it and the next) when they are. kMasked: some queries do not see some keys, by
-  // sees(n8 tile, element).
-  template <bool kMasked, typename F, typename G, typename H>
+  // sees(n8 tile, element). kGoesOn: warpgroups may be at it still in the end (wait_gradients).
+  template <bool kMasked, bool, typename F, typename G, typename H>
   TXL_DEVICE void add_gradients(float (&dk)[kOwnTiles][4], float (&dv)[kOwnTiles][4],
                                 const float (&weight)[kTogether][4], const float (&ds)[kTogether][4],
                                 int first, F sees, G make, H put) const {
@@ -352,6 +351,31 @@ struct KeyBlock {
       add_square(dv[d], dv[d + 1], a, x);
     }
   }
+
+  // dS goes to memory as it is made, turned back: of the queries from i on and the warp's keys. The lane's
+  // first pair:
+  TXL_DEVICE E* begin_slopes(int i) const {
+    const int first = lane() / 4, second = lane() % 4 * 2;
+    return params.template slopes<E>(opaque(b), opaque(h), i + (is_half<E> ? first : second),
+                                     j0 + own_key + (is_half<E> ? second : first));
+  }
+  // Of 16 queries, n8 tile n and the next.
+  TXL_DEVICE void put_slopes(E* to, int n, const Square<E>& a) const {
+    if (kKeyGroups < kWarps && own_channel > 0) return;  // another warp has the same keys
+    const int64_t columns = params.w.chunks.columns;
+    to += 8 * n * columns;
+    TXL_UNROLL_GPU
+    for (int x = 0; x < 4; ++x)
+      if constexpr (is_half<E>) {
+        store_global(reinterpret_cast<uint32_t*>(to + x / 2 * 8 * columns + x % 2 * 8),
+                     transpose_matrix(a.part[0].r[x]));
+      } else {
+        for (int m = 0; m < 2; ++m)
+          store_global(to + (8 * m + x / 2) * columns + x % 2 * 8, bits<float>(a.part[m].r[x]));
+      }
+  }
+  static TXL_DEVICE void send_slopes(int) {}
+  static TXL_DEVICE void wait_slopes() {}
 };
 
 }  // namespace txl::cuda

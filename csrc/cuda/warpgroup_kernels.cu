@@ -66,13 +66,20 @@ int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, v
   const View apart{q_v.data, q_v.head, q_v.row, 8 * q_v.row, true};
   BoxedSizes of_apart = sizes_of<E>(apart, heads, 8, div_up(p.L, 8), q_v.row);
   of_apart.rows = of_apart.heads = 8;
-  BoxedKeyParams x{params, {}, {}, {}, {}};
+  using Block = WarpgroupKeyBlock<E, kHead>;
+  const Chunk& chunk = params.chunk;
+  const int64_t columns = params.w.chunks.columns, rows = chunk.rows(), of_head = rows * columns;
+  const View slopes{params.w.slopes, chunk.heads * of_head, of_head, columns, true};
+  BoxedSizes of_slopes = sizes_of<E>(slopes, chunk.batches, chunk.heads, rows, columns);
+  of_slopes.rows = Block::kSlopesRows, of_slopes.channels = 16;
+  BoxedKeyParams x{params, {}, {}, {}, {}, {}};
   int error = bind_context();
   if (!error) error = make_tensor_map(x.q_u_map, q_u.data, sizes_of<E>(q_u, p.B, p.H, p.L, q_u.row));
   if (!error) error = make_tensor_map(x.q_v_map, q_v.data, of_apart);
   if (!error) error = make_tensor_map(x.dout_map, x.t.dout.data, sizes_of<E>(x.t.dout, p, p.B, p.L));
   if (!error) error = make_tensor_map(x.r_map, x.t.r.data, sizes_of<E>(x.t.r, p, 1, p.N));
-  return error ? error : launch_part<DkDvKernel<WarpgroupKeyBlock<E, kHead>, kDropout>>(x, stream);
+  if (!error) error = make_tensor_map(x.slopes_map, slopes.data, of_slopes);
+  return error ? error : launch_part<DkDvKernel<Block, kDropout>>(x, stream);
 }
 template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dq(const BackwardParams& params, void* stream) {

@@ -13,9 +13,9 @@
 namespace txl::cuda {
 
 // With what the copy engine is told: q + v, of which a box has eight rows eight apart, then the next of each
-// (eight_apart).
+// (eight_apart); and the chunk's dS, which it brings to memory.
 struct BoxedKeyParams : BackwardParams {
-  TensorMap q_u_map, q_v_map, dout_map, r_map;
+  TensorMap q_u_map, q_v_map, dout_map, r_map, slopes_map;
 };
 
 template <typename E, int kHead>
@@ -27,7 +27,13 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   using Tile = typename Base::template Tile<BM>;
   static constexpr int kGroups = BN / 64;
 
-  static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 16;  // with two mbarriers
+  // Behind the rest of shared memory: each warp's dS of the queries that are done together, and two
+  // mbarriers.
+  static constexpr int kSlopesRows = 8 * kTogether;
+  static constexpr uint32_t kSlopesBytes = kSlopesRows * 32, kSlopesAt = Base::kEnd;
+  static constexpr uint32_t kMbarriersAt = kSlopesAt + BN / 16 * kSlopesBytes;
+  static constexpr uint32_t kSharedBytes = Base::kSharedBytes + (kMbarriersAt - Base::kEnd) + 16;
+  static_assert(kSlopesAt % 256 == 0, "where boxes of 16 channels begin");
 
   TXL_DEVICE explicit WarpgroupKeyBlock(const BoxedKeyParams& x)
       : Base(x),
@@ -133,14 +139,17 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
     settle(score), settle(dp);
   }
 
-  template <bool kMasked, typename F, typename G, typename H>
+  template <bool kMasked, bool kGoesOn, typename F, typename G, typename H>
   TXL_DEVICE void add_gradients(float (&dk)[kOwnTiles][4], float (&dv)[kOwnTiles][4],
                                 const float (&weight)[kTogether][4], const float (&ds)[kTogether][4],
                                 int first, F sees, G make, H put) const {
     // Of long rows there are two squares only: all of them at once.
     constexpr int kSquares = kTogether / 2, kAtOnce = 2;
     Square<E> of_weight[kSquares], of_ds[kSquares];
-    settle(dk), settle(dv);
+    // Else sums are the tensor cores' from tile to tile; but the next queries may not come to where they
+    // read.
+    constexpr bool kFinish = !kGoesOn || !kAhead;
+    if constexpr (kFinish) settle(dk), settle(dv);
     // Some are made while others are multiplied.
     TXL_UNROLL_GPU
     for (int first_square = 0; first_square < kSquares; first_square += kAtOnce) {
@@ -173,10 +182,32 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
       fence_async_proxy();  // the copy engine may write where they were
       return;
     }
-    warpgroup_wait<0>();
-    settle(dk), settle(dv);
+    if constexpr (kFinish) wait_gradients(dk, dv);
     settle(of_weight), settle(of_ds);
   }
+  static TXL_DEVICE void wait_gradients(float (&dk)[kOwnTiles][4], float (&dv)[kOwnTiles][4]) {
+    warpgroup_wait<0>();
+    settle(dk), settle(dv);
+  }
+
+  // A warp's dS is turned on its way to a place of its own, from where the copy engine takes it on. The
+  // lane's address for store_matrix_x4_trans:
+  TXL_DEVICE uint32_t begin_slopes(int) const {
+    const Corner corner = corner_b();
+    return slopes_place() + static_cast<uint32_t>(32 * corner.row + 16 * (corner.piece ^ corner.row / 4 % 2));
+  }
+  static TXL_DEVICE void put_slopes(uint32_t to, int n, const Square<E>& a) {
+    if (n == 0) wait_stored(), sync_warp();
+    store_matrix_x4_trans(to + static_cast<uint32_t>(n) * 8 * 32, a.part[0].r);
+  }
+  TXL_DEVICE void send_slopes(int i) const {
+    const Chunk& chunk = this->params.chunk;
+    fence_async_proxy();
+    sync_warp();
+    store_box(boxed.slopes_map, this->j0 + this->own_key, i - chunk.lo, this->h - chunk.h, this->b - chunk.b,
+              slopes_place());
+  }
+  static TXL_DEVICE void wait_slopes() { wait_stored(); }
 
  private:
   const BoxedKeyParams& boxed;
@@ -194,7 +225,11 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
     copy_panels(this->dout(place_of(i0)), boxed.dout_map, i0, this->h, this->b, mbarrier);
   }
 
-  TXL_DEVICE uint32_t of_position() const { return this->base + Base::kEnd; }
+  TXL_DEVICE uint32_t slopes_place() const {
+    return this->base + kSlopesAt + static_cast<uint32_t>(this->own_key) * (kSlopesBytes / 16);
+  }
+
+  TXL_DEVICE uint32_t of_position() const { return this->base + kMbarriersAt; }
   TXL_DEVICE uint32_t of_queries() const { return of_position() + 8; }
 
   // acc = rows of a from `row_a` on by rows of b from `row_b` on, kAdd: += of it.

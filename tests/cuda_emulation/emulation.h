@@ -234,6 +234,7 @@ struct Shadow {
   bool pending = false;  // the writer's copy has not been waited for
   bool engine = false;   // it was written by copy_box
   bool product = false;  // it was last read by warpgroup_mma
+  bool leaving = false;  // a box that begins there has been stored, and not been waited for
 };
 
 struct Copy {
@@ -243,6 +244,14 @@ struct Copy {
   static constexpr int bytes = 16;
 };
 
+struct TensorMap;
+
+// Of emulation_boxes.h: a box that was started, one way or the other.
+struct Box {
+  const TensorMap* map;
+  uint32_t address;
+  int at[4];  // batch, head, row, channel
+};
 struct Thread {
   Context context;
   std::vector<Copy> copies;  // in the order of issue; the first `done` have arrived
@@ -250,16 +259,10 @@ struct Thread {
   uint32_t groups = 0;           // committed
   bool may_access = true;        // global memory: not before await_previous where the launch was early
   std::vector<uint32_t> fences;  // when it came to fence_async_proxy
+  std::vector<Box> stored;       // boxes, not waited for
 };
 
-struct TensorMap;
-
-// Of emulation_boxes.h: a box that was started, and the barrier of those who wait for it.
-struct Box {
-  const TensorMap* map;
-  uint32_t address;
-  int at[4];  // batch, head, row, channel
-};
+// The barrier of those who wait for boxes.
 struct Mbarrier {
   uint32_t offset;
   int arrivals, missing;  // of a phase, and still in this one
@@ -440,6 +443,7 @@ inline void end_thread() {
   const Thread& t = m.threads[m.thread];
   if (t.done < t.copies.size())
     fail(m.thread, "ends with a copy not waited for, to shared +%u", t.copies[t.done].offset);
+  if (!t.stored.empty()) fail(m.thread, "ends with a store_box not waited for");
   if (!w.products.empty()) fail(m.thread, "ends with a product of a warpgroup not waited for");
   if (w.arrived != 0)
     fail(m.thread, "divergence: ends while thread %d waits at %s", m.thread / 32 * 32 + first_of(w.arrived),
@@ -497,6 +501,7 @@ inline bool run_block(Machine& m) {
     t.context.start(m.stacks.end(i), fiber);
     t.copies.clear();
     t.fences.clear();
+    t.stored.clear();
     t.done = t.groups = 0;
     t.may_access = !launch.pdl;
   }
@@ -613,6 +618,9 @@ unsigned char* access_shared(int thread, uint32_t address) {
       s->read_time = m.now;
       s->product = false;
     } else {
+      if (s->leaving)
+        fail(thread, "shared %s of %d bytes at +%u, from where a store_box has not been waited for", what,
+             bytes, offset);
       const bool same_warp = s->reader / 32 == warp;
       const bool raced =
           s->many_time >= block_time ||
@@ -889,6 +897,25 @@ TXL_COLLECTIVE inline void load_matrix(uint32_t* r, uint32_t row_address) {
         lane[l]->r[i] = lower | upper << 16;
       }
     }
+  });
+}
+
+// A write of a row, likewise.
+TXL_COLLECTIVE inline void store_matrix_x4_trans(uint32_t row_address, const uint32_t (&r)[4]) {
+  struct Stored {
+    uint32_t address;
+    const uint32_t* r;
+  } mine{row_address, r};
+  meet("store_matrix_x4_trans", &mine, [](Stored** lane) {
+    const int first = machine->thread / 32 * 32;
+    for (int i = 0; i < 4; ++i)
+      for (int row = 0; row < 8; ++row) {
+        uint16_t elements[8];
+        for (int n = 0; n < 8; ++n)
+          elements[n] = static_cast<uint16_t>(lane[4 * n + row / 2]->r[i] >> row % 2 * 16);
+        const int by = 8 * i + row;
+        memcpy(access_shared<Access::write, 16>(first + by, lane[by]->address), elements, 16);
+      }
   });
 }
 

@@ -43,6 +43,10 @@ enum class Fault {
   read_without_fence,
   product_without_barrier,
   out_of_bounds,
+  // Of boxes that are stored:
+  one_lane_no_fence,
+  write_before_wait,
+  no_barrier_after_wait,
 };
 
 // out[16, 8] = a[16, k] b[k, 8] of one warp, k 16, or 8 of float32; `trans`: a and b are stored with the
@@ -419,6 +423,50 @@ struct Boxes {
   }
 };
 
+// Rows of 16 channels to a tensor by the copy engine, 64 of each warp at a time, turned on their way: the
+// registers have channels for rows.
+template <Fault fault = Fault::none>
+struct StoredBoxes {
+  static constexpr int kTimes = 2, kRows = 64;
+  struct Params {
+    TensorMap map;
+    const bf16* x;  // [warps, times, rows, 16]
+    int batch, head, row,
+        channel;  // of the first box; the next of a warp lies kRows behind, warps side by side
+  };
+  static constexpr int kThreads = 64;
+  static constexpr uint32_t kBytes = kRows * 32, kShared = 256 + 2 * kBytes;
+
+  static TXL_DEVICE void run(const Params& p) {
+    const uint32_t base = (shared_base() + 255) / 256 * 256 + static_cast<uint32_t>(warp()) * kBytes +
+                          (fault == Fault::unaligned ? 128 : 0);
+    const int of_matrix = lane() % 8 + lane() / 16 * 8, piece = lane() / 8 % 2;
+    const bool swizzled = fault != Fault::no_swizzle && of_matrix / 4 % 2 == 1;
+    const uint32_t to = base + static_cast<uint32_t>(of_matrix * 32 + (swizzled ? 1 - piece : piece) * 16);
+    const bool late = fault == Fault::late_fence;
+    for (int n = 0; n < kTimes; ++n) {
+      if (fault != Fault::write_before_wait) wait_stored();
+      if (fault != Fault::no_barrier_after_wait) sync_warp();
+      for (int first = 0; first < kRows; first += 16) {
+        uint32_t r[4];
+        for (int i = 0; i < 4; ++i) {  // rows first + 8 (i / 2) + 2 (lane % 4) and the next of one channel
+          const bf16* const from = p.x +
+                                   ((warp() * kTimes + n) * kRows + first + i / 2 * 8 + lane() % 4 * 2) * 16 +
+                                   i % 2 * 8 + lane() / 4;
+          r[i] = pack<bf16>(to_float(load_global(from)), to_float(load_global(from + 16)));
+        }
+        store_matrix_x4_trans(to + static_cast<uint32_t>(first) * 32, r);
+      }
+      if (fault != Fault::no_fence && !late && !(fault == Fault::one_lane_no_fence && lane() == 9))
+        fence_async_proxy();
+      if (fault != Fault::no_barrier) sync_warp();
+      if (late) fence_async_proxy();
+      store_box(p.map, p.channel + 16 * warp(), p.row + kRows * n, p.head, p.batch, base);
+    }
+    if (fault != Fault::pending_at_end) wait_stored();
+  }
+};
+
 }  // namespace txl::cuda
 
 #if defined(__CUDACC__)
@@ -433,11 +481,11 @@ void launch_each() {
 template void launch_each<Product<bf16, false>, Product<f16, false>, Product<f32, false>, Product<bf16, true>,
                           Product<f16, true>, Shuffles, Pipeline<>, Exchange<1>, Exchange<32>, Convert>();
 #if defined(TXL_TEST_WARPGROUPS)
-template void launch_each<WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
-                          WarpgroupProduct<bf16, false, 8, 64>, WarpgroupProduct<f16, true, 64, 64>,
-                          WarpgroupProduct<bf16, true, 128, 64>,
-                          WarpgroupProduct<bf16, false, 32, 64, 1, Fault::none, true>,
-                          WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<>>();
+template void launch_each<
+    WarpgroupProduct<bf16, false, 64, 64>, WarpgroupProduct<f16, false, 64, 128>,
+    WarpgroupProduct<bf16, false, 8, 64>, WarpgroupProduct<f16, true, 64, 64>,
+    WarpgroupProduct<bf16, true, 128, 64>, WarpgroupProduct<bf16, false, 32, 64, 1, Fault::none, true>,
+    WarpgroupProduct<f16, false, 64, 128, 1, Fault::none, true>, Boxes<>, StoredBoxes<>>();
 #endif
 
 }  // namespace txl::cuda
@@ -695,6 +743,44 @@ static void boxes() {
       if (row < kBoxRows) require(sums[n * kBoxRows + row] == sum, "a sum differs");
     }
   }
+}
+
+// A tensor of which heads lie between rows, and boxes that lie outside of it in part.
+template <Fault fault = Fault::none>
+static void stored_boxes() {
+  using K = StoredBoxes<fault>;
+  emulation::global_memory.clear();
+  constexpr int64_t kBatch = 2, kHeads = 3, kRows = 150, kChannels = 40, kPitch = 48;
+  constexpr int kWarps = K::kThreads / 32;
+  std::vector<bf16> memory(kBatch * kRows * kHeads * kPitch + 8), x(kWarps * K::kTimes * K::kRows * 16);
+  for (bf16& element : x) element = from_float<bf16>(static_cast<float>(random_below(65) + 1));
+  bf16* to = memory.data() + (16 - reinterpret_cast<uintptr_t>(memory.data()) % 16) % 16 / 2;
+  typename K::Params p{{}, x.data(), 1, 2, 40, 16};
+  require(!make_tensor_map(p.map, to,
+                           {{kBatch, kHeads, kRows, kChannels},
+                            {kRows * kHeads * kPitch * 2, kPitch * 2, kHeads * kPitch * 2},
+                            K::kRows,
+                            1,
+                            fault == Fault::wrong_index ? 64 : 16}),
+          "the tensor is refused");
+  readable("x", x);
+  const size_t less = fault == Fault::out_of_bounds ? 200 : 0;
+  emulation::global_memory.add_writable("to", memory.data(), (memory.size() - less) * sizeof(bf16));
+  launch<K>(1, K::kShared, p, nullptr);
+  for (int64_t b = 0; b < kBatch; ++b)
+    for (int64_t row = 0; row < kRows; ++row)
+      for (int64_t h = 0; h < kHeads; ++h)
+        for (int64_t channel = 0; channel < kPitch; ++channel) {
+          float expected = 0;
+          const int64_t n = (row - p.row) / K::kRows, warp = (channel - p.channel) / 16;
+          if (b == p.batch && h == p.head && row >= p.row && n < K::kTimes && channel >= p.channel &&
+              channel < kChannels)
+            expected = to_float(
+                x[static_cast<size_t>(((warp * K::kTimes + n) * K::kRows + (row - p.row) % K::kRows) * 16 +
+                                      (channel - p.channel) % 16)]);
+          require(to_float(to[((b * kRows + row) * kHeads + h) * kPitch + channel]) == expected,
+                  "an element differs");
+        }
 }
 
 static void what_has_boxes() {
@@ -1130,6 +1216,18 @@ static void run_case(const std::string& name) {
       {"boxes_pending_at_end", boxes<Fault::pending_at_end>},
       {"boxes_unaligned", boxes<Fault::unaligned>},
       {"boxes_out_of_bounds", boxes<Fault::out_of_bounds>},
+      {"stored_boxes", stored_boxes<>},
+      {"stored_boxes_no_fence", stored_boxes<Fault::no_fence>},
+      {"stored_boxes_one_lane_no_fence", stored_boxes<Fault::one_lane_no_fence>},
+      {"stored_boxes_late_fence", stored_boxes<Fault::late_fence>},
+      {"stored_boxes_no_barrier", stored_boxes<Fault::no_barrier>},
+      {"stored_boxes_write_before_wait", stored_boxes<Fault::write_before_wait>},
+      {"stored_boxes_no_barrier_after_wait", stored_boxes<Fault::no_barrier_after_wait>},
+      {"stored_boxes_pending_at_end", stored_boxes<Fault::pending_at_end>},
+      {"stored_boxes_no_swizzle", stored_boxes<Fault::no_swizzle>},
+      {"stored_boxes_wrong_index", stored_boxes<Fault::wrong_index>},
+      {"stored_boxes_unaligned", stored_boxes<Fault::unaligned>},
+      {"stored_boxes_out_of_bounds", stored_boxes<Fault::out_of_bounds>},
       {"exchange_warp", exchange<1>},
       {"exchange_warp_no_barrier", exchange<1, Fault::no_barrier>},
       {"exchange_warp_reuse", exchange<1, Fault::reuse>},
