@@ -84,6 +84,7 @@ CASES = [
     dict(D=64, L=200, K=560, N=120, B=2, key_range=((40, 500), (0, 300))),
     dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
     dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
+    dict(D=128, L=200, K=600),
     # Less than a tile.
     dict(D=72, L=20, K=40, N=20),
     dict(D=8, L=17, K=30),

@@ -175,16 +175,10 @@ struct DkDvKernel : private Block {
 
   TXL_DEVICE void store() {
     const Rows<E, kHead> of_dk{base}, of_dv{base + Block::kKeyBytes};
-    sync_threads();  // all are done with the keys and values
-    put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.queries);
+    sync_threads();  // all are done with the values and the band
     put_rows(of_dv, own_key + lane() / 4, own_channel, dv, params.scale.kept);
-    for (int y = 0; y < 2; ++y) {
-      float& sum = ds_sum[2 * y];
-      if constexpr (kByWarpgroups)
-        for (int step = 1; step < 4; step *= 2) sum += shuffle_xor(sum, step);
-      if (own_channel == 0 && lane() % 4 == 0)
-        store_shared(base + Block::kBandAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, sum);
-    }
+    if (t.du.data) store_du();  // while the keys are there
+    put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.queries);
     sync_threads();
     if (params.chunk.last) {
       write_rows<kHead, kThreads>(of_dk, BN, Source<E>(t.dk, b, h, p), j0, p.K);
@@ -193,17 +187,27 @@ struct DkDvKernel : private Block {
       each_sum(
           [](float x, float y, float* to) { store_global(reinterpret_cast<float2*>(to), float2{x, y}); });
     }
-    if (t.du.data) store_du();
   }
 
-  // The block's part of du: its keys by their sums of dS, over the queries of all chunks.
+  // The block's part of du: its keys by their sums of dS, over the queries of all chunks. All have read the
+  // keys then.
   TXL_DEVICE void store_du() {
     using Sums = WeightedRows<E, kHead, kThreads>;
-    constexpr uint32_t kScratchAt = Block::kBandAt + BN * 4;
+    constexpr uint32_t kWeightsAt = Block::kBandAt, kScratchAt = kWeightsAt + BN * 4;
     static_assert(kScratchAt + Sums::kBytes <= Block::kStatisticsAt, "room in the band");
+    for (int y = 0; y < 2; ++y) {
+      float& sum = ds_sum[2 * y];
+      if constexpr (kByWarpgroups)
+        for (int step = 1; step < 4; step *= 2) sum += shuffle_xor(sum, step);
+      if (own_channel == 0 && lane() % 4 == 0)
+        store_shared(base + kWeightsAt + static_cast<uint32_t>(key(2 * y) - j0) * 4, sum);
+    }
+    sync_threads();
     const int64_t part = (static_cast<int64_t>(b) * p.H + h) * parts(params) + j0 / BN;
-    const int first = larger(mask.lo, j0), end = smaller(mask.hi, j0 + BN);
-    Sums::add(t.k, b, h, p, first, end - first, base + Block::kBandAt + static_cast<uint32_t>(first - j0) * 4,
+    // Keys that no query of the chunk sees are not there, and have no part in it.
+    const int first = larger(mask.lo - j0, 0), end = smaller(mask.hi - j0, BN);
+    const int count = tiles.begin < tiles.end ? end - first : 0;
+    Sums::add(this->k_tile(), p, first, count, base + kWeightsAt + static_cast<uint32_t>(first) * 4,
               base + kScratchAt, [&](int d, float sum) {
                 float* const to = params.w.du_parts + part * p.D + d;
                 store_global(to, params.chunk.lo > 0 ? load_own(to) + sum : sum);

@@ -200,8 +200,7 @@ TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&
 
 // put(d, the sum of rows `first` to first + count - 1 of x, each by its weight, at channel d). Weights:
 // floats in shared memory; scratch: WeightedRows::kBytes there. What is not finite counts as 0. All threads
-// of the block take part: each has 16 bytes of every kShares-th row, and loads several at once, or a block
-// would wait for one row after the other, longer than for all that it multiplies.
+// of the block take part: each has 16 bytes of every kShares-th row.
 template <typename E, int kHead, int kThreads>
 struct WeightedRows {
   using Numbers = Piece<E>;
@@ -209,19 +208,16 @@ struct WeightedRows {
   static constexpr int kAtOnce = 4;
   static constexpr uint32_t kBytes = kShares * kHead * 4;
 
+  // Of a tensor. Several are loaded at once, or a block would wait for one row after the other, longer than
+  // for all that it multiplies.
   template <typename F>
   static TXL_DEVICE void add(const View& x, int b, int h, const Problem& p, int64_t first, int count,
                              uint32_t weights, uint32_t scratch, F put) {
-    const int thread = opaque(thread_index()), share = thread / kPieces,
-              channel = thread % kPieces * kChannels;
-    float sum[kChannels] = {};
-    const auto add_row = [&](int n, const Numbers& row) {
-      const float weight = load_shared<float>(weights + static_cast<uint32_t>(n) * 4);
-      for (int d = 0; d < kChannels; ++d) sum[d] += weight * finite(row.x[d]);
-    };
+    WeightedRows sums(p, weights);
+    const int share = sums.share;
     const Source<E> source(x, b, h, p);
-    const E* const from = source.data + first * source.row + channel;
-    if (share >= kShares || channel >= p.D) count = 0;
+    const E* const from = source.data + first * source.row + sums.channel;
+    if (!sums.has) count = 0;
     if (source.wide) {
       for (int n = share; n < count; n += kAtOnce * kShares) {
         uint4 row[kAtOnce];
@@ -233,12 +229,48 @@ struct WeightedRows {
         }
         TXL_UNROLL_GPU
         for (int m = 0; m < kAtOnce; ++m)
-          if (n + m * kShares < count) add_row(n + m * kShares, Numbers::of(row[m]));
+          if (n + m * kShares < count) sums.add_row(n + m * kShares, Numbers::of(row[m]));
       }
     } else {
       TXL_NO_UNROLL_GPU
-      for (int n = share; n < count; n += kShares) add_row(n, Numbers::load(x, b, h, first + n, channel, p));
+      for (int n = share; n < count; n += kShares)
+        sums.add_row(n, Numbers::load(x, b, h, first + n, sums.channel, p));
     }
+    sums.put_all(p, scratch, put);
+  }
+
+  // Of a tile in shared memory. When put is called, all have read it.
+  template <typename Tile, typename F>
+  static TXL_DEVICE void add(Tile rows, const Problem& p, int first, int count, uint32_t weights,
+                             uint32_t scratch, F put) {
+    WeightedRows sums(p, weights);
+    if (!sums.has) count = 0;
+    for (int n = sums.share; n < count; n += kShares)
+      sums.add_row(n, Numbers::of(load_shared<uint4>(rows.at(first + n, sums.channel))));
+    sums.put_all(p, scratch, put);
+  }
+
+ private:
+  int thread, share, channel;  // the thread's
+  bool has;                    // whether it has any
+  uint32_t weights;
+  float sum[kChannels];
+
+  TXL_DEVICE WeightedRows(const Problem& p, uint32_t of_rows)
+      : thread(opaque(thread_index())),
+        share(thread / kPieces),
+        channel(thread % kPieces * kChannels),
+        has(share < kShares && channel < p.D),
+        weights(of_rows),
+        sum{} {}
+
+  TXL_DEVICE void add_row(int n, const Numbers& row) {
+    const float weight = load_shared<float>(weights + static_cast<uint32_t>(n) * 4);
+    for (int d = 0; d < kChannels; ++d) sum[d] += weight * finite(row.x[d]);
+  }
+
+  template <typename F>
+  TXL_DEVICE void put_all(const Problem& p, uint32_t scratch, F put) const {
     if (share < kShares)
       for (int d = 0; d < kChannels; ++d)
         store_shared(scratch + static_cast<uint32_t>(share * kHead + channel + d) * 4, sum[d]);

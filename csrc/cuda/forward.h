@@ -34,9 +34,8 @@ struct ForwardKernel : private Block {
   using Params = ForwardParams<typename Block::ForwardTensors>;
   using E = typename Block::Element;
   using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
-  // Long rows and dropout leave no registers for it.
-  static constexpr bool kPlain =
-      Block::kEngine && kHead <= 64 && !kDropout;  // some tiles have a loop of their own
+  // Dropout leaves no registers for it.
+  static constexpr bool kPlain = Block::kEngine && !kDropout;  // some tiles have a loop of their own
 
   static int64_t blocks(const Params& x) { return Block::blocks_of_head(x.p) * x.splits * x.p.H * x.p.B; }
   static TXL_DEVICE void run(const Params& params) {
