@@ -30,11 +30,10 @@ def assert_sound(report: static.Report) -> None:
             for kind in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG", "BRA.U.ANY")
         )
         # Forward: for a near tile three, and one where a band begins; for a plain one three, which without
-        # dropout has a loop of its own. Of keys: two for a band, two for a near tile, the
-        # second of which short rows without dropout leave to the next tile; of long rows loops over queries
-        # alone, of tiles of three kinds, one of them twice. Of dS: one for near tiles, one
-        # for far ones. Of rows of r: one. Else registers were in the compiler's way, and it lets every
-        # instruction wait for the one before.
+        # dropout has a loop of its own. Of keys: two for a band, two for a near tile, the second of which
+        # short rows without dropout leave to the next tile; of long rows loops over queries alone, of tiles
+        # of three kinds, one of them twice. Of dS: one for near tiles, one for far ones. Of rows of r: one.
+        # Else registers were in the compiler's way, and it lets every instruction wait for the one before.
         short, dropout = report.head <= 64, report.kernel.endswith("true>")
         block = re.search(r"Warpgroup\w+", report.kernel)[0]
         expected = {

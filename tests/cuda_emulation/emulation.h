@@ -234,7 +234,7 @@ struct Shadow {
   bool pending = false;  // the writer's copy has not been waited for
   bool engine = false;   // it was written by copy_box
   bool product = false;  // it was last read by warpgroup_mma
-  bool leaving = false;  // a box that begins there has been stored, and not been waited for
+  bool leaving = false;  // of a box that was stored, and has not been waited for
 };
 
 struct Copy {
@@ -252,6 +252,7 @@ struct Box {
   uint32_t address;
   int at[4];  // batch, head, row, channel
 };
+
 struct Thread {
   Context context;
   std::vector<Copy> copies;  // in the order of issue; the first `done` have arrived
