@@ -148,11 +148,16 @@ struct BackwardParams {
 
   TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
 
-  // dS of the chunk's query i and key j, the others where the strides say.
+  // dS of the chunk's query i and key j; the next query's is w.chunks.columns further.
   template <typename E>
   TXL_DEVICE E* slopes(int b, int h, int i, int j) const {
     const int64_t row = chunk.head(b, h) * chunk.rows() + i - chunk.lo;
     return static_cast<E*>(w.slopes) + row * w.chunks.columns + j;
+  }
+  // The same as a tensor [chunk.batches, chunk.heads, chunk.rows(), w.chunks.columns].
+  View slopes_view() const {
+    const int64_t of_head = chunk.rows() * w.chunks.columns;
+    return {w.slopes, chunk.heads * of_head, of_head, w.chunks.columns, true};
   }
 };
 

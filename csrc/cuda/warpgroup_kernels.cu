@@ -68,9 +68,8 @@ int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, v
   of_apart.rows = of_apart.heads = 8;
   using Block = WarpgroupKeyBlock<E, kHead>;
   const Chunk& chunk = params.chunk;
-  const int64_t columns = params.w.chunks.columns, rows = chunk.rows(), of_head = rows * columns;
-  const View slopes{params.w.slopes, chunk.heads * of_head, of_head, columns, true};
-  BoxedSizes of_slopes = sizes_of<E>(slopes, chunk.batches, chunk.heads, rows, columns);
+  const View slopes = params.slopes_view();
+  BoxedSizes of_slopes = sizes_of<E>(slopes, chunk.batches, chunk.heads, chunk.rows(), slopes.row);
   of_slopes.rows = Block::kSlopesRows, of_slopes.channels = 16;
   BoxedKeyParams x{params, {}, {}, {}, {}, {}};
   int error = bind_context();
