@@ -50,7 +50,7 @@ SANITIZED_FLAGS = [
 ]
 
 DTYPES = ["f32", "f64", "bf16"]
-AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+AVX2_FLAGS = ["-mavx2", "-mfma"]
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 # GCC's AVX-512 headers read values they leave undefined (GCC bug 105593). Clang knows the first option only.
 AVX512_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]

@@ -43,7 +43,7 @@ struct Philox {
 
 struct DropoutMask {
   static constexpr int kGroup = 64;  // neighbouring keys that share their calls
-  static constexpr int kLanes = 16;  // calls per group
+  static constexpr int kCalls = 16;  // of a group
 
   static TXL_HD uint32_t threshold(double p) {
     const double t = std::nearbyint(p * 4294967296.0);

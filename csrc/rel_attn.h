@@ -48,8 +48,9 @@ struct Problem {
   double scale;
   double dropout_p;
   uint32_t dropout_threshold;  // of dropout_p, DropoutMask's in philox.h
-  uint64_t dropout_seed;
-  const int32_t* key_range;  // [B, 2] or null
+  // Where the tensors are: [B, 2], null if every key exists; one number, null without dropout.
+  const int32_t* key_range;
+  const int64_t* dropout_seed;
 
   // Of a call's masks, -1: unlimited. No key is further than K - 1 before a query, L - 1 after it.
   void set_reach(bool causal, int64_t window_left, int64_t window_right) {
@@ -93,7 +94,8 @@ struct Forward {
   void* lse;
 };
 
-// Pointers of a backward call. du, dv_bias: [H, D] contiguous, null data where the bias is absent.
+// Pointers of a backward call. du, dv_bias: [H, D] contiguous. dr, du, dv_bias: null data where they are not
+// wanted.
 struct Backward {
   View q, k, v, r, bias_u, bias_v, out, dout;
   const void* lse;

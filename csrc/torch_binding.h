@@ -6,8 +6,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "philox.h"
 #include "rel_attn.h"
@@ -18,7 +20,7 @@
   "Tensor? key_range, Tensor? dropout_seed"
 #define TXL_OPTIONS "bool causal, int window_left, int window_right, int r_zero, float scale, float dropout_p"
 #define TXL_GRADIENTS \
-  "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dr, Tensor(e!)? du, Tensor(f!)? dv_bias"
+  "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dr, Tensor(e!)? du, Tensor(f!)? dv_bias"
 
 namespace txl {
 
@@ -26,45 +28,113 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using torch::headeronly::ScalarType;
 
-// [B, H, rows, D], or [H, rows, D] and [H, D] with the missing dimensions' strides 0.
-inline View view(const Tensor& x, const char* name) {
-  const int64_t dims = x.dim();
-  STD_TORCH_CHECK(x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1, name,
-                  " must have a contiguous last dimension");
-  View v;
-  v.data = x.data_ptr();
-  if (dims == 4) v.batch = x.stride(0);
-  v.head = x.stride(dims == 4 ? 1 : 0);
-  if (dims >= 3) v.row = x.stride(dims - 2);
-  return v;
+template <typename T>
+constexpr ScalarType kScalarType = ScalarType::Float;
+template <>
+constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
+template <>
+constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+
+inline bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
+  bool has = x.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t d = 0; has && d < x.dim(); ++d) has = x.size(d) == shape.begin()[d];
+  return has;
 }
 
-// q: a tensor whose first dimension is B.
-inline const int32_t* key_range_data(const OptionalTensor& x, const Tensor& q) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(x->is_contiguous() && x->numel() == 2 * q.size(0) && x->scalar_type() == ScalarType::Int &&
-                      x->is_cpu() == q.is_cpu(),
-                  "key_range must be int32 [B, 2], where the other tensors are");
-  return static_cast<const int32_t*>(x->data_ptr());
-}
+// The tensors of a call of attention. What they must be, and why, txl_kernels/api.py says in better words;
+// but an op can be called without it, and then reads and writes nothing beside its tensors.
+//
+// Memory: add(x, name) is told of every one of them.
+template <typename Memory>
+class Tensors {
+ public:
+  Tensors(const Tensor& q, const Tensor& k, const Tensor& r)
+      : type_(q.scalar_type()), on_cpu_(q.is_cpu()), device_(q.get_device_index()) {
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && r.dim() == 3,
+                    "q and k must have four dimensions, r three");
+    B_ = q.size(0), H_ = q.size(1), L_ = q.size(2), D_ = q.size(3), K_ = k.size(2), N_ = r.size(1);
+    STD_TORCH_CHECK(1 <= D_ && D_ <= 256 && L_ <= K_ && 1 <= N_,
+                    "q, k and r must have 1 <= D <= 256, L <= K, N >= 1");
+  }
 
-// All but the dropout seed, whose value only the CPU's kernels are given.
-inline Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
-                       bool causal, int64_t window_left, int64_t window_right, int64_t r_zero, double scale,
-                       double dropout_p) {
-  Problem p;
-  p.B = q.size(0), p.H = q.size(1), p.L = q.size(2), p.D = q.size(3);
-  p.K = k.size(2), p.N = r.size(1);
-  // Where distance 0 is so far outside that every pair is clamped, it may as well be nearer: the kernels add
-  // to it, on GPUs in 32 bits.
-  p.r_zero = std::clamp(r_zero, -p.L, p.K + p.N);
-  p.set_reach(causal, window_left, window_right);
-  p.scale = scale;
-  p.dropout_p = dropout_p;
-  p.dropout_threshold = DropoutMask::threshold(dropout_p);
-  p.dropout_seed = 0;
-  p.key_range = key_range_data(key_range, q);
-  return p;
-}
+  Problem problem(const OptionalTensor& key_range, const OptionalTensor& dropout_seed, bool causal,
+                  int64_t window_left, int64_t window_right, int64_t r_zero, double scale, double dropout_p) {
+    STD_TORCH_CHECK(dropout_p == 0 || dropout_seed, "dropout needs a dropout_seed");
+    Problem p;
+    p.B = B_, p.H = H_, p.L = L_, p.D = D_, p.K = K_, p.N = N_;
+    // Where distance 0 is so far outside that every pair is clamped, it may as well be nearer: the kernels
+    // add to it, on GPUs in 32 bits.
+    p.r_zero = std::clamp(r_zero, -L_, K_ + N_);
+    p.set_reach(causal, window_left, window_right);
+    p.scale = scale;
+    p.dropout_p = dropout_p;
+    p.dropout_threshold = DropoutMask::threshold(dropout_p);
+    p.key_range = array<int32_t>(key_range, 2 * B_, "key_range");
+    p.dropout_seed = array<int64_t>(dropout_seed, 1, "dropout_seed");
+    return p;
+  }
+
+  View queries(const Tensor& x, const char* name) { return view(x, {B_, H_, L_, D_}, name); }
+  View keys(const Tensor& x, const char* name) { return view(x, {B_, H_, K_, D_}, name); }
+  View rows(const OptionalTensor& x, const char* name) { return view(x, {H_, N_, D_}, name); }
+  View bias(const OptionalTensor& x, const char* name) { return view(x, {H_, D_}, name); }
+
+  void* lse(const Tensor& x) {
+    const ScalarType type = type_ == ScalarType::Double ? type_ : ScalarType::Float;
+    return data(x, type, B_ * H_ * L_, "lse");
+  }
+
+  // Without gaps; null if there is none.
+  template <typename T>
+  T* array(const OptionalTensor& x, int64_t count, const char* name) {
+    return x ? static_cast<T*>(data(*x, kScalarType<T>, count, name)) : nullptr;
+  }
+
+ private:
+  void* data(const Tensor& x, ScalarType type, int64_t count, const char* name) {
+    STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count && x.scalar_type() == type, name,
+                    " must be contiguous and have ", count, " elements of the type that it is to have");
+    return placed(x, name).data_ptr();
+  }
+
+  View view(const OptionalTensor& x, std::initializer_list<int64_t> shape, const char* name) {
+    return x ? view(*x, shape, name) : View{};
+  }
+  View view(const Tensor& x, std::initializer_list<int64_t> shape, const char* name) {
+    const int64_t last = x.dim() - 1;
+    STD_TORCH_CHECK(has_shape(x, shape) && x.scalar_type() == type_, name,
+                    " must have the shape and the dtype that go with q, k and r");
+    STD_TORCH_CHECK(D_ == 1 || x.stride(last) == 1, name, " must have a contiguous last dimension");
+    // The stride of a single row (head, entry) may be anything: an address that is made of it is not read,
+    // but must be aligned.
+    const auto stride = [&](int64_t d) { return x.size(d) == 1 ? 0 : x.stride(d); };
+    View v;
+    v.data = placed(x, name).data_ptr();
+    if (last == 3) v.batch = stride(0);
+    v.head = stride(last == 3 ? 1 : 0);
+    if (last >= 2) v.row = stride(last - 1);
+    const int64_t bytes = x.element_size();
+    const auto whole = [&](int64_t n) { return n * bytes % 16 == 0; };
+    v.wide = whole(D_) && whole(v.batch) && whole(v.head) && whole(v.row) &&
+             reinterpret_cast<uintptr_t>(v.data) % 16 == 0 && v.row * bytes <= 0x7fffffff;
+    return v;
+  }
+
+  const Tensor& placed(const Tensor& x, const char* name) {
+    STD_TORCH_CHECK(x.is_cpu() == on_cpu_ && x.get_device_index() == device_, name, " must be on q's device");
+    memory_.add(x, name);
+    return x;
+  }
+
+  int64_t B_, H_, L_, D_, K_, N_;
+  ScalarType type_;
+  bool on_cpu_;
+  decltype(std::declval<Tensor>().get_device_index()) device_;
+  Memory memory_;
+};
+
+struct AnyMemory {
+  void add(const Tensor&, const char*) {}
+};
 
 }  // namespace txl

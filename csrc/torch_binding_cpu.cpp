@@ -1,5 +1,4 @@
 // The CPU kernels as torch ops, through LibTorch's stable ABI: one build serves every later torch.
-// Shapes and dtypes are checked in txl_kernels/api.py; here only what memory safety needs.
 #include <array>
 #include <tuple>
 #include <vector>
@@ -12,6 +11,7 @@ namespace {
 using txl::OptionalTensor;
 using txl::ScalarType;
 using txl::Tensor;
+using Tensors = txl::Tensors<txl::AnyMemory>;
 
 txl::DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -24,23 +24,6 @@ txl::DType dtype_of(const Tensor& x) {
     default:
       STD_TORCH_CHECK(false, "the CPU kernels serve float32, float64 and bfloat16");
   }
-}
-
-txl::View view(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
-  return txl::view(x, name);
-}
-
-txl::View view(const OptionalTensor& x, const char* name) { return x ? view(*x, name) : txl::View{}; }
-
-txl::Problem problem(const Tensor& q, const Tensor& k, const Tensor& r, const OptionalTensor& key_range,
-                     const OptionalTensor& dropout_seed, bool causal, int64_t window_left,
-                     int64_t window_right, int64_t r_zero, double scale, double dropout_p) {
-  txl::Problem p =
-      txl::problem(q, k, r, key_range, causal, window_left, window_right, r_zero, scale, dropout_p);
-  if (dropout_p > 0)
-    p.dropout_seed = static_cast<uint64_t>(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
-  return p;
 }
 
 // torch's own threads: a second OpenMP runtime beside it would fight for the cores.
@@ -68,59 +51,59 @@ std::tuple<Tensor, Tensor> cpu_forward(Tensor q, Tensor k, Tensor v, Tensor r, O
                                        OptionalTensor dropout_seed, bool causal, int64_t window_left,
                                        int64_t window_right, int64_t r_zero, double scale, double dropout_p) {
   auto [out, lse] = new_results(q);
-  const txl::Forward tensors{view(q, "q"),     view(k, "k"),           view(v, "v"),
-                             view(r, "r"),     view(bias_u, "bias_u"), view(bias_v, "bias_v"),
-                             view(out, "out"), lse.data_ptr()};
-  txl::cpu_forward(
-      dtype_of(q),
-      problem(q, k, r, key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p),
-      tensors, torch_pool());
+  Tensors of(q, k, r);
+  const txl::Problem p =
+      of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
+  const txl::Forward tensors{
+      of.queries(q, "q"),        of.keys(k, "k"),           of.keys(v, "v"),        of.rows(r, "r"),
+      of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"), of.queries(out, "out"), of.lse(lse)};
+  txl::cpu_forward(dtype_of(q), p, tensors, torch_pool());
   return {out, lse};
 }
 
 void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
                   OptionalTensor bias_v, OptionalTensor key_range, OptionalTensor dropout_seed, Tensor out,
                   Tensor lse, bool causal, int64_t window_left, int64_t window_right, int64_t r_zero,
-                  double scale, double dropout_p, Tensor dq, Tensor dk, Tensor dv, Tensor dr,
+                  double scale, double dropout_p, Tensor dq, Tensor dk, Tensor dv, OptionalTensor dr,
                   OptionalTensor du, OptionalTensor dv_bias) {
-  const txl::Backward tensors{
-      view(q, "q"),           view(k, "k"),     view(v, "v"),       view(r, "r"),   view(bias_u, "bias_u"),
-      view(bias_v, "bias_v"), view(out, "out"), view(dout, "dout"), lse.data_ptr(), view(dq, "dq"),
-      view(dk, "dk"),         view(dv, "dv"),   view(dr, "dr"),     view(du, "du"), view(dv_bias, "dv_bias")};
-  txl::cpu_backward(
-      dtype_of(q),
-      problem(q, k, r, key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p),
-      tensors, torch_pool());
+  Tensors of(q, k, r);
+  const txl::Problem p =
+      of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
+  const txl::Backward tensors{of.queries(q, "q"),     of.keys(k, "k"),           of.keys(v, "v"),
+                              of.rows(r, "r"),        of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"),
+                              of.queries(out, "out"), of.queries(dout, "dout"),  of.lse(lse),
+                              of.queries(dq, "dq"),   of.keys(dk, "dk"),         of.keys(dv, "dv"),
+                              of.rows(dr, "dr"),      of.bias(du, "du"),         of.bias(dv_bias, "dv_bias")};
+  txl::cpu_backward(dtype_of(q), p, tensors, torch_pool());
 }
 
-void* data(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
+// A tensor without gaps, of x's dtype.
+void* dense(const Tensor& t, const Tensor& x, int64_t count, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == x.scalar_type() && t.numel() == count,
+                  name, " must be contiguous, on the CPU, of x's dtype, and have ", count, " elements");
   return t.data_ptr();
 }
 
-void* dense(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
-  return data(t, name);
-}
-
 void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
-  const int64_t outputs = weight.size(0), depth = weight.size(1);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.is_cpu() && weight.scalar_type() == x.scalar_type(),
+                  "weight must be a matrix of x's dtype, on the CPU");
+  const int64_t outputs = weight.size(0), depth = weight.size(1), rows = depth ? x.numel() / depth : 0;
   STD_TORCH_CHECK(weight.stride(1) == 1 || depth == 1, "weight must have contiguous rows");
-  txl::cpu_linear(dtype_of(x),
-                  {dense(x, "x"), data(weight, "weight"), bias ? dense(*bias, "bias") : nullptr,
-                   dense(out, "out"), x.numel() / depth, outputs, depth, weight.stride(0)},
-                  torch_pool());
+  txl::cpu_linear(
+      dtype_of(x),
+      {dense(x, x, rows * depth, "x"), weight.data_ptr(), bias ? dense(*bias, x, outputs, "bias") : nullptr,
+       dense(out, x, rows * outputs, "out"), rows, outputs, depth, weight.stride(0)},
+      torch_pool());
 }
 
 // One layer of `cpu_layers`: the tensors are checked as they are taken.
 txl::Layer layer(const Tensor& h, const Tensor& kv, int64_t begin, int64_t end, const Tensor& r,
                  const Tensor* weight) {
   const auto take = [&](const Tensor& x, std::initializer_list<int64_t> shape, const char* name) {
-    bool fits = x.scalar_type() == h.scalar_type() && x.is_contiguous() &&
-                x.dim() == static_cast<int64_t>(shape.size());
-    for (int64_t d = 0; fits && d < x.dim(); ++d) fits = x.size(d) == shape.begin()[d];
+    const bool fits =
+        x.scalar_type() == h.scalar_type() && x.is_cpu() && x.is_contiguous() && txl::has_shape(x, shape);
     STD_TORCH_CHECK(fits, name, " does not go with h and the other tensors of its layer");
-    return static_cast<char*>(data(x, name));
+    return static_cast<char*>(x.data_ptr());
   };
   const auto vector = [&](int64_t size, const char* name) { return take(*weight++, {size}, name); };
   const auto matrix = [&](int64_t outputs, int64_t depth, const char* name) {
@@ -167,26 +150,32 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
   constexpr size_t kWeights = 12;
   STD_TORCH_CHECK(r.size() == keys_values.size() && weights.size() == kWeights * keys_values.size(),
                   "a layer has one r and 12 weights");
-  STD_TORCH_CHECK(
-      h.is_contiguous() && out.is_contiguous() && out.numel() == h.numel() && h.size(1) <= txl::kDecodeRows,
-      "h must be contiguous, as out, and of few tokens");
+  STD_TORCH_CHECK(h.dim() == 3 && h.size(1) <= txl::kDecodeRows, "h must be of few tokens");
+  void *const first = dense(h, h, h.numel(), "h"), *const last = dense(out, h, h.numel(), "out");
+  const int32_t* range = nullptr;
+  if (key_range) {
+    STD_TORCH_CHECK(txl::has_shape(*key_range, {h.size(0), 2}) && key_range->is_contiguous() &&
+                        key_range->is_cpu() && key_range->scalar_type() == ScalarType::Int,
+                    "key_range must be int32 [B, 2]");
+    range = static_cast<const int32_t*>(key_range->data_ptr());
+  }
   for (size_t i = 0; i < keys_values.size(); ++i) {
     txl::Layer t = layer(h, keys_values[i], begin, end, r[i], &weights[kWeights * i]);
     t.problem.set_reach(true, window_left, -1);
     t.problem.scale = scale;
-    t.problem.key_range = txl::key_range_data(key_range, h);
+    t.problem.key_range = range;
     t.attention_norm.eps = t.feed_norm.eps = eps;
     t.norm_first = norm_first;
-    t.out = data(out, "out");
-    t.h = i == 0 ? data(h, "h") : t.out;
+    t.out = last;
+    t.h = i == 0 ? first : last;
     txl::cpu_layer(dtype_of(h), t, torch_pool());
   }
 }
 
 void cpu_dropout(Tensor x, OptionalTensor gate, int64_t seed, double p, Tensor out) {
   txl::cpu_dropout(dtype_of(x),
-                   {dense(x, "x"), gate ? dense(*gate, "gate") : nullptr, dense(out, "out"), x.numel(),
-                    static_cast<uint64_t>(seed), p},
+                   {dense(x, x, x.numel(), "x"), gate ? dense(*gate, x, x.numel(), "gate") : nullptr,
+                    dense(out, x, x.numel(), "out"), x.numel(), static_cast<uint64_t>(seed), p},
                    torch_pool());
 }
 

@@ -103,10 +103,11 @@ from txl_kernels import cuda, gpu
 gpu.SLOPE_BYTES = 0  # so that dr is summed from parts
 u = torch.ones(1, {head}, dtype=torch.{DTYPES[element]}, requires_grad=True)
 k = torch.ones(1, 1, 600, {head}, dtype=torch.{DTYPES[element]})
+r = torch.ones(1, 99, {head}, dtype=torch.{DTYPES[element]}, requires_grad=True)
 for L in (1, 20, 70):
     for p in (0.0, 0.5):
         out = txl_kernels.rel_attention(
-            k[:, :, :L], k, k, k[0, :, :99], u, u, backend="cuda", dropout_p=p, dropout_seed=1
+            k[:, :, :L], k, k, r, u, u, backend="cuda", dropout_p=p, dropout_seed=1
         )
         out.sum().backward()
 cuda.WARPGROUPS = True
@@ -114,7 +115,7 @@ gpu.key_splits = lambda *_: 2
 for p in (0.0, 0.5):
     txl_kernels.rel_attention(k[:, :, :1], k, k, k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1)
     out = txl_kernels.rel_attention(
-        k[:, :, :20], k[:, :, :99], k[:, :, :99], k[0], u, u, backend="cuda", dropout_p=p, dropout_seed=1
+        k[:, :, :20], k[:, :, :99], k[:, :, :99], r, u, u, backend="cuda", dropout_p=p, dropout_seed=1
     )
     out.sum().backward()
 """

@@ -91,6 +91,7 @@ KINDS = [
     (dict(v=tensor(B, H, K, D).to_mkldnn()), TypeError, ["v:", "torch._mkldnn", "dense"]),
     (dict(bias_u=tensor(H, D).to_sparse()), TypeError, ["bias_u:", "torch.sparse_coo", "dense"]),
     (dict(key_range=tensor(B, 2, dtype=torch.int32).to_sparse()), TypeError, ["key_range:", "dense"]),
+    (dict(dropout_seed=tensor(1, dtype=torch.int64).to_sparse()), TypeError, ["dropout_seed:", "dense"]),
 ]
 
 DEVICES = [

@@ -167,8 +167,7 @@ def test_results_of_the_cpu_kernels_are_poisoned(dtype, monkeypatch):
     tensors = inputs(B=2, L=4, K=6, dtype=dtype)
     monkeypatch.setattr(torch.ops, "txl_kernels", NoKernels)
     out, lse = new_results(tensors["q"])
-    gradients = cpu.backward(
-        out, Inputs(*tensors.values(), None, None), out, lse, Options(True, -1, -1, 5, 1.0, 0.0)
-    )
+    of, options = Inputs(*tensors.values(), None, None), Options(True, -1, -1, 5, 1.0, 0.0)
+    gradients = cpu.backward(out, of, out, lse, (True, True, True), options)
     for t in (out, lse, *gradients):
         assert t.numel() > 0 and t.isnan().all()

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from txl_kernels import ops, rel_attention
+from txl_kernels import cpu, ops, rel_attention
 
 OPTIONS = {
     "plain": (dict(B=2, L=5, K=9), {}),
@@ -119,9 +119,63 @@ def test_opcheck(backend, name):
     }
 
 
+def changed(arguments, at, x):
+    return *arguments[:at], x, *arguments[at + 1 :]
+
+
+@pytest.mark.parametrize("backend", [b for b in each_fused() if b.id != "triton"])
+def test_ops_of_cplusplus_refuse_what_does_not_go_together(backend):
+    """Who calls one by hand, past the API, gets an error, and no memory of others."""
+    dtype = backend.dtypes[0]
+    tensors = inputs(L=4, K=7, D=8, dtype=dtype, device=backend.device)
+    good = op_arguments(tensors, {}, backend)
+    op, backward = torch.ops.txl_kernels.rel_attention, torch.ops.txl_kernels.rel_attention_backward
+    out, lse = op(*good)
+    short = lambda at: good[at][..., :-1, :]  # noqa: E731
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    for at, name in enumerate(("k", "v", "r", "bias_u", "bias_v"), 1):
+        bad = [good[at].to(other), good[at][..., :-1], good[at][None]]
+        bad += [short(at)] if name not in ("k", "r") else []  # which say how many there are
+        for x in bad:
+            with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
+                op(*changed(good, at, x))
+    key_range, seed = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for at, x, name in ((6, key_range, "key_range"), (7, seed, "dropout_seed"), (13, 0.5, "dropout_seed")):
+        with pytest.raises(RuntimeError, match=name):
+            op(*changed(good, at, x))
+    wanted, dout = (True, True, True), torch.ones_like(out)
+    for name, given in (
+        ("dout", (dout[:, :, 1:], out, lse)),
+        ("out", (dout, out[:, :1], lse)),
+        ("lse", (dout, out, lse[:, :, 1:].contiguous())),
+        ("lse", (dout, out, lse.double())),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\b{name} must"):
+            backward(given[0], *good[:8], *given[1:], wanted, *good[8:])
+
+
+def test_layers_ops_refuse_what_does_not_go_together():
+    assert cpu.unavailable() is None
+    x, weight = torch.ones(2, 8), torch.ones(3, 8)
+    linear, dropout = torch.ops.txl_kernels.cpu_linear, torch.ops.txl_kernels.cpu_dropout
+    for bad in (torch.ones(2, 2), torch.ones(2, 3).double(), torch.ones(3, 2).t()):
+        with pytest.raises(RuntimeError, match="out must"):
+            linear(x, weight, None, bad)
+    for bad in (torch.ones(8), torch.ones(3, 8).double()):
+        with pytest.raises(RuntimeError, match="weight must"):
+            linear(x, bad, None, torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="bias must"):
+        linear(x, weight, torch.ones(2), torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="out must"):
+        dropout(x, None, 1, 0.5, torch.ones(15))
+    with pytest.raises(RuntimeError, match="gate must"):
+        dropout(x, torch.ones(15), 1, 0.5, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)], ids=["all", "some"])
 @pytest.mark.parametrize("name", ["plain", "no-bias", "one-bias", "key-range", "dropout", "transposed"])
 @pytest.mark.parametrize("backend", each_fused())
-def test_opcheck_backward(backend, name):
+def test_opcheck_backward(backend, name, wanted):
     tensors, options = case(name, backend)
     arguments = op_arguments(tensors, options, backend)
     results = run(backend, tensors, **options)
@@ -130,6 +184,9 @@ def test_opcheck_backward(backend, name):
         *arguments[:8],
         results["out"],
         results["lse"],
+        tuple(
+            w and tensors[name] is not None for w, name in zip(wanted, ("r", "bias_u", "bias_v"), strict=True)
+        ),
         *arguments[8:],
     )
     checked = torch.library.opcheck(

@@ -103,6 +103,20 @@ def test_one_gradient_is_the_same_as_among_all(backend, dtype, name):
     assert all(t.grad is None for n, t in alone.items() if n != name)
 
 
+@pytest.mark.parametrize("B, N", [(2, 90), (2, 40), (1, 90)], ids=["full", "clamp", "one"])
+@pytest.mark.parametrize("frozen", ["r", "bias_u bias_v", "r bias_v", "r bias_u bias_v"])
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_frozen_inputs_change_no_other_gradient(backend, dtype, frozen, B, N):
+    """What r and the biases do not want is not computed."""
+    tensors = inputs(B=B, H=2, L=70, K=90, D=40, N=N, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    everything = run(backend, tensors, dout)
+    some = {n: t.clone().requires_grad_(n not in frozen.split()) for n, t in tensors.items()}
+    rel_attention(*some.values(), backend=backend.name).backward(dout)
+    for name, x in some.items():
+        assert x.grad is None if name in frozen.split() else torch.equal(x.grad, everything[f"d{name}"]), name
+
+
 ACCURACY = [
     (dict(B=1, H=1, L=1, K=1, D=1), {}),
     (dict(B=2, H=3, L=3, K=7, D=2), {}),

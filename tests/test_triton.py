@@ -489,6 +489,28 @@ def test_without_memory_to_measure_with_the_default_runs(launches):
     assert launch(2**30) == FASTEST
 
 
+@interpreted
+def test_without_memory_to_measure_backward_is_right(monkeypatch):
+    """A kernel that has run when memory ends has added to what chunks before have left: it runs again."""
+    tensors = inputs(L=150, K=230, D=16, N=90)
+    dout = randn_like(tensors["q"])
+    monkeypatch.setattr(gpu, "SLOPE_BYTES", 0)
+    expected, measured = run(TRITON, tensors, dout), []
+
+    def fastest(name, tiles, arch, grid, *args, **constants):
+        measured.append(name)
+        backend.KERNELS[name][grid(tiles[0])](*args, **constants, **tiles[0].constants)
+        raise torch.OutOfMemoryError("what the tuner takes")
+
+    monkeypatch.setattr(backend, "_TUNE_PAIRS", 1)
+    monkeypatch.setattr(backend, "_may_tune", lambda: True)
+    monkeypatch.setattr(backend, "_fastest", fastest)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(configs, "candidates", lambda *args, of=configs.candidates: of(*args) * 2)
+    assert_same_bits(expected, run(TRITON, tensors, dout))
+    assert measured == ["forward", "dk_dv", "dq", "dr"]
+
+
 @pytest.mark.parametrize("name", backend.KERNELS)
 def test_a_tuner_is_told_arguments_of_its_kernel_alone(name):
     """Triton from 3.9 on refuses others."""

@@ -119,7 +119,7 @@ def test_sizes_compile_nothing_anew(launches, L, p):
         inputs = Inputs(q, k, k, r, bias, bias, None, torch.zeros(1, dtype=torch.int64))
         options = Options(True, -1, -1, K - 1, scale, dropout_p)
         out, lse = backend.forward(inputs, options)
-        backend.backward(out, inputs, out, lse, options)
+        backend.backward(out, inputs, out, lse, (True, True, True), options)
         # The merge of splits is compiled for their number, up to a power of two.
         found.append({launch for launch in launches if launch[0] != "merge_kernel"})
         launches.clear()

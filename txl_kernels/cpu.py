@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from txl_kernels.registry import (
     Gradients,
     Inputs,
     Options,
+    Wanted,
     is_batched,
     is_traced,
     load_library,
-    new_results,
-    nothing,
     run_backward,
 )
 
@@ -27,10 +25,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 _DENSE = (Tensor, torch.nn.Parameter)
 _LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
-_FAKES: dict[str, Callable[..., Any]] = {
-    "cpu_forward": lambda q, *_: new_results(q),
-    **dict.fromkeys(("cpu_backward", "cpu_linear", "cpu_layers", "cpu_dropout"), nothing),
-}
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
 _forward_op: Any = None  # once the library is loaded
@@ -39,7 +33,7 @@ _forward_op: Any = None  # once the library is loaded
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _forward_op
-    reason = None if _forward_op is not None else load_library(_LIBRARY, "C++", _FAKES, _MEND)
+    reason = None if _forward_op is not None else load_library(_LIBRARY, "C++", _MEND)
     if reason is not None:
         return reason
     _forward_op = torch.ops.txl_kernels.cpu_forward.default
@@ -87,9 +81,11 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return results
 
 
-def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
-    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
-    return run_backward(torch.ops.txl_kernels.cpu_backward.default, dout, inputs, out, lse, options)
+def backward(
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, wanted: Wanted, options: Options
+) -> Gradients:
+    """Gradients of q, k, v, r, bias_u and bias_v; one that is not wanted has no elements."""
+    return run_backward(torch.ops.txl_kernels.cpu_backward.default, dout, inputs, out, lse, wanted, options)
 
 
 def layers(

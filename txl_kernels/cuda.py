@@ -24,14 +24,21 @@ import torch
 from torch import Tensor
 
 from txl_kernels import gpu
-from txl_kernels.registry import Gradients, Inputs, Options, load_library, new_results, nothing, run_backward
+from txl_kernels.registry import (
+    Gradients,
+    Inputs,
+    Options,
+    Wanted,
+    load_library,
+    new_results,
+    run_backward,
+)
 
 NAME = "cuda"
 _EMULATION = os.environ.get("TXL_CUDA_EMULATION")
 # Emulated, both ways are to be tested, and mma.sync's is most of the code.
 WARPGROUPS = os.environ.get("TXL_CUDA_WARPGROUPS", "0" if _EMULATION else "1") != "0"
 _LIBRARY = Path(_EMULATION or Path(__file__).with_name("libtxl_cuda.so"))
-_FAKES = dict.fromkeys(("cuda_forward", "cuda_backward"), nothing)
 _MEND = "build it with `TXL_BUILD_CUDA=1 pip install -e .` in the source tree (needs nvcc)"
 
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
@@ -51,7 +58,7 @@ _loaded = False
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _loaded
-    reason = None if _loaded else load_library(_LIBRARY, "CUDA", _FAKES, _MEND)
+    reason = None if _loaded else load_library(_LIBRARY, "CUDA", _MEND)
     _loaded = reason is None
     if _loaded and not _EMULATION and not torch.cuda.is_available():
         return "no CUDA device (torch.cuda.is_available() is False); backend='cpu' serves tensors on the CPU"
@@ -150,10 +157,13 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
-    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+def backward(
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, wanted: Wanted, options: Options
+) -> Gradients:
+    """Gradients of q, k, v, r, bias_u and bias_v; one that is not wanted has no elements."""
     gpu.check_sizes(NAME, inputs)
     op, device = torch.ops.txl_kernels.cuda_backward.default, inputs.q.device
     with gpu.current(device):
         bound, warpgroups = gpu.slope_bytes(device), WARPGROUPS and has_warpgroups(device)
-        return run_backward(op, dout, inputs, out, lse, options, bound, warpgroups, _stream(device))
+        more = bound, warpgroups, _stream(device)
+        return run_backward(op, dout, inputs, out, lse, wanted, options, *more)

@@ -30,7 +30,7 @@ _N_INPUTS, _N_OPTIONS = len(Inputs._fields), len(Options._fields) + 1
 _lib = torch.library.Library("txl_kernels", "FRAGMENT")
 _lib.define(f"rel_attention({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 _lib.define(
-    f"rel_attention_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) "
+    f"rel_attention_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, bool[3] wanted, {_OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dr, Tensor du, Tensor dv_bias)"
 )
 _rel_attention = torch.ops.txl_kernels.rel_attention.default
@@ -90,14 +90,20 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout: Tensor, *args: Any) -> Gradients:
-    inputs, (out, lse, *options, name) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
+    inputs, out, lse, wanted, options, name = _arguments(args)
     backend = _choose(name, inputs.q)
     if inputs.q.numel() != 0:
-        return backend.backward(dout, inputs, out, lse, Options(*options))
-    gradients = registry.new_gradients(inputs)
+        return backend.backward(dout, inputs, out, lse, wanted, options)
+    gradients = registry.new_gradients(inputs, wanted)
     for gradient in gradients:  # of keys, positions and biases that nobody used
         gradient.zero_()
     return gradients
+
+
+def _arguments(args: tuple[Any, ...]) -> tuple[Inputs, Tensor, Tensor, registry.Wanted, Options, str | None]:
+    """Backward's but dout."""
+    inputs, (out, lse, wanted, *options, name) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
+    return inputs, out, lse, wanted, Options(*options), name
 
 
 _lib.impl("rel_attention", _forward, "CompositeExplicitAutograd")
@@ -111,7 +117,8 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("txl_kernels::rel_attention_backward", lib=_lib)
 def _(dout: Tensor, *args: Any) -> Gradients:
-    return registry.new_gradients(Inputs(*args[:_N_INPUTS]))
+    inputs, _, _, wanted, *_ = _arguments(args)
+    return registry.new_gradients(inputs, wanted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -131,8 +138,9 @@ def _gradients(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | Non
     # With create_graph, which is refused if it comes to using that graph.
     seen = torch.is_grad_enabled() or _is_traced(dout)
     backward = _rel_attention_backward if seen else _backward
-    gradients = backward(dout, *inputs, out, lse, *ctx.options)
-    return *registry.wanted(Inputs(*inputs), gradients), *unused
+    _, _, _, *wanted = ctx.needs_input_grad[:6]  # of q, k and v all are made
+    gradients = backward(dout, *inputs, out, lse, wanted, *ctx.options)
+    return *registry.given(gradients, wanted), *unused
 
 
 class _RelAttention(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -54,6 +54,9 @@ class Options(NamedTuple):
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
+# Whether r, bias_u and bias_v are to have gradients: not where they are frozen, or absent. All others have.
+Wanted = tuple[bool, bool, bool]
+
 
 class Backend(Protocol):
     """What the module of a backend holds. There is at least one query in every call."""
@@ -72,7 +75,9 @@ class Backend(Protocol):
     def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         """out, lse: `new_results`, filled."""
 
-    def backward(self, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
+    def backward(
+        self, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, wanted: Wanted, options: Options
+    ) -> Gradients:
         """dq, dk, dv, dr, du, dv_bias: `new_gradients`, filled."""
 
 
@@ -153,11 +158,8 @@ def report() -> dict[str, BackendInfo]:
     return infos
 
 
-def load_library(path: Path, kernels: str, fakes: Mapping[str, Callable[..., Any]], mend: str) -> str | None:
-    """Loads a library of `kernels` (C++, CUDA); why it cannot be, and the mend, or None.
-
-    fakes: by op, what it returns under FakeTensorMode.
-    """
+def load_library(path: Path, kernels: str, mend: str) -> str | None:
+    """Loads a library of `kernels` (C++, CUDA); why it cannot be, and the mend, or None."""
     if not path.exists():
         return f"the library of {kernels} kernels, {path}, does not exist; {mend}"
     try:
@@ -168,8 +170,6 @@ def load_library(path: Path, kernels: str, fakes: Mapping[str, Callable[..., Any
         return (
             f"the library of {kernels} kernels does not load with torch {torch.__version__}: {words}; {mend}"
         )
-    for op, fake in fakes.items():
-        torch.library.register_fake(f"txl_kernels::{op}", fake)
     return None
 
 
@@ -187,10 +187,6 @@ def is_traced() -> bool:
     )
 
 
-def nothing(*_: Any) -> None:
-    """The fake of an op that fills tensors it is given."""
-
-
 def dense_like(x: Tensor) -> Tensor:
     """An uninitialised tensor like x: in x's order of strides where its last dimension is contiguous and that
     keeps it so, else in torch's own.
@@ -202,6 +198,10 @@ def dense_like(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         if y.stride(-1) == 1:
             return y
+    return _compact_like(x)
+
+
+def _compact_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -212,14 +212,14 @@ def new_results(q: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def new_gradients(inputs: Inputs) -> Gradients:
-    """Uninitialised dq, dk, dv, dr, du and dv_bias; an absent bias has one of no elements."""
+def new_gradients(inputs: Inputs, wanted: Wanted) -> Gradients:
+    """Uninitialised dq, dk, dv, dr, du and dv_bias; one that is not wanted has no elements."""
     q, k, v, r, bias_u, bias_v, *_ = inputs
-    du, dv_bias = (
-        q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-        for bias in (bias_u, bias_v)
-    )
-    return dense_like(q), dense_like(k), dense_like(v), dense_like(r), du, dv_bias
+    of_r, of_u, of_v = wanted
+    dr = dense_like(r) if of_r else q.new_empty(0)
+    du = _compact_like(bias_u) if of_u and bias_u is not None else q.new_empty(0)
+    dv_bias = _compact_like(bias_v) if of_v and bias_v is not None else q.new_empty(0)
+    return dense_like(q), dense_like(k), dense_like(v), dr, du, dv_bias
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
@@ -232,16 +232,24 @@ def compact(x: Tensor | None) -> Tensor | None:
 
 
 def run_backward(
-    op: Any, dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options, *more: Any
+    op: Any,
+    dout: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Wanted,
+    options: Options,
+    *more: Any,
 ) -> Gradients:
     """The gradients by an op of C++, which may take more arguments at the end."""
-    gradients = new_gradients(inputs)
+    gradients = new_gradients(inputs, wanted)
     results = contiguous_rows(out), lse.contiguous()
-    op(contiguous_rows(dout), *inputs.prepared(), *results, *options, *wanted(inputs, gradients), *more)
+    op(contiguous_rows(dout), *inputs.prepared(), *results, *options, *given(gradients, wanted), *more)
     return gradients
 
 
-def wanted(inputs: Inputs, gradients: Gradients) -> tuple[Tensor | None, ...]:
-    """The gradients, None for that of an absent bias."""
-    *others, du, dv_bias = gradients
-    return *others, None if inputs.bias_u is None else du, None if inputs.bias_v is None else dv_bias
+def given(gradients: Gradients, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """The gradients, None for one that is not wanted."""
+    dq, dk, dv, dr, du, dv_bias = gradients
+    of_r, of_u, of_v = wanted
+    return dq, dk, dv, dr if of_r else None, du if of_u else None, dv_bias if of_v else None

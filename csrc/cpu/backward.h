@@ -183,8 +183,9 @@ class BackwardKernel {
     if (declined) return false;
     if (!together_)
       parallel_items(pool_, tasks / shares_, [&](int64_t unit, int) { sum_shares(&task[unit * shares_]); });
-    parallel_items(pool_, p_.H * ((p_.N + kReduceRows - 1) / kReduceRows), [&](int64_t i, int) {
-      const int64_t chunks = (p_.N + kReduceRows - 1) / kReduceRows, from = i % chunks * kReduceRows;
+    const int64_t chunks = t_.dr.data ? (p_.N + kReduceRows - 1) / kReduceRows : 0;
+    parallel_items(pool_, p_.H * chunks, [&](int64_t i, int) {
+      const int64_t from = i % chunks * kReduceRows;
       sum_r(task, i / chunks, from, min(from + kReduceRows, p_.N));
     });
     for (int64_t h = 0; h < p_.H; ++h) {
@@ -558,10 +559,12 @@ class BackwardKernel {
       const int64_t first = band_.first + slope.start;
       add_along(s.slope, kSlopePitch, block.rows, count, s.r_rows + slope.start / C::per_elem * row_pitch_,
                 s.q.dq_position, band_needed(block, first), s);
-      add_across(
-          s.slope, kSlopePitch, block.rows, count, operand(s.q.qv), s.sums.dr + slope.start * columns_,
-          [&](int64_t x, int64_t columns) { return block.rows_of_band({first + x, first + x + columns}); },
-          s);
+      const auto rows = [&](int64_t x, int64_t columns) {
+        return block.rows_of_band({first + x, first + x + columns});
+      };
+      if (t_.dr.data)
+        add_across(s.slope, kSlopePitch, block.rows, count, operand(s.q.qv),
+                   s.sums.dr + slope.start * columns_, rows, s);
     }
     if (last) return;
     const int64_t kept = slope.written - done;

@@ -34,13 +34,13 @@ TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
 static inline void dropout_words(uint64_t seed, int64_t b, int64_t h, int64_t i, int64_t group,
                                  uint32_t (&word)[DropoutMask::kGroup]) {
   using V = Vec<uint32_t>;
-  for (int x = 0; x < DropoutMask::kLanes; x += kLanes<uint32_t>) {
-    V c[4] = {lane_index<uint32_t>() + static_cast<uint32_t>(group * DropoutMask::kLanes + x),
+  for (int x = 0; x < DropoutMask::kCalls; x += kLanes<uint32_t>) {
+    V c[4] = {lane_index<uint32_t>() + static_cast<uint32_t>(group * DropoutMask::kCalls + x),
               splat(static_cast<uint32_t>(i)), splat(static_cast<uint32_t>(h)),
               splat(static_cast<uint32_t>(b))};
     Philox::rounds(c, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
                    [](V v, uint32_t m, V& lo, V& hi) { multiply_wide(v, m, lo, hi); });
-    for (int w = 0; w < 4; ++w) store(word + w * DropoutMask::kLanes + x, c[w]);
+    for (int w = 0; w < 4; ++w) store(word + w * DropoutMask::kCalls + x, c[w]);
   }
 }
 
@@ -52,7 +52,7 @@ static void drop(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key0
   for (int64_t j = key0 + lo; j < key0 + hi;) {
     const int64_t group = j / DropoutMask::kGroup, first = group * DropoutMask::kGroup;
     const int64_t count = min(first + DropoutMask::kGroup, key0 + hi) - j;
-    dropout_words(p.dropout_seed, b, h, i, group, word);
+    dropout_words(static_cast<uint64_t>(*p.dropout_seed), b, h, i, group, word);
     const uint32_t* w = word + (j - first);
     T* y = x + (j - key0);
     for (int64_t n = 0; n < count; ++n) y[n] = w[n] < p.dropout_threshold ? T{} : y[n];

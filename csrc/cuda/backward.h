@@ -14,14 +14,9 @@
 #include "backward_dk_dv.h"
 #include "backward_dq.h"
 #include "backward_dr.h"
+#include "cuda.h"
 
 namespace txl::cuda {
-
-// Floats. Follows no pointer.
-template <typename E, int kHead>
-int64_t backward_workspace(const Problem& p, int64_t budget) {
-  return Workspace(p, sizeof(E), kHead, budget, nullptr).floats;
-}
 
 template <class Kernel>
 int launch_part(const typename Kernel::Params& params, void* stream) {
@@ -76,15 +71,18 @@ struct Type {
   using type = T;
 };
 
-// workspace: aligned to 16 bytes. budget: of dS, in bytes. warpgroups: as of txl::cuda::backward. Every size
-// but the batch is at least 1.
 template <typename E, int kHead>
-int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                    int64_t budget, [[maybe_unused]] bool warpgroups, void* stream) {
+int64_t Kernels<E, kHead>::backward_workspace(const Problem& p, const Backward& t, int64_t budget) {
+  return Workspace(p, t, sizeof(E), kHead, budget, nullptr).floats;
+}
+
+// Every size but the batch is at least 1.
+template <typename E, int kHead>
+int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const BackwardCall& call) {
+  void* const stream = call.stream;
   BackwardParams params{p,
                         t,
-                        dropout_seed,
-                        Workspace(p, sizeof(E), kHead, budget, workspace),
+                        Workspace(p, t, sizeof(E), kHead, call.budget, call.workspace),
                         Workspace::clamps(p),
                         Scales(p),
                         heads_together(p, sizeof(E)),
@@ -111,21 +109,21 @@ int launch_backward(const Problem& p, const Backward& t, const int64_t* dropout_
       if (!error) error = Of::dk_dv(params, stream);
       if (!error) error = Of::dq(params, stream);
       const int64_t of_queries = div_up(chunk.hi - chunk.lo, Of::kQueries), width = 2 * (p.D + 1);
-      if (params.clamps)
+      if (params.clamps && w.by_rows)
         sum(Type<SumKernel<float, 8>>{}, w.clamped_parts, chunk.batches, chunk.heads, of_queries, width,
             width, View{w.clamped, 0, width, 0}, 1);
-      if (!error) error = Of::dr(params, stream);
+      if (!error && w.by_rows) error = Of::dr(params, stream);
     });
     if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, div_up(p.K, Of::kKeys), p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
       sum(Sum{}, w.dv_bias_parts, w.splits, p.H, div_up(p.N, Of::kRows), p.D, p.D, t.dv_bias, p.scale);
-    if (!w.whole_dr) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
+    if (w.dr_parts) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
   const auto choose = [&](auto dropout) {
     constexpr bool kDropout = decltype(dropout)::value;
     if constexpr (kWarpgroupBackward<E, kHead>) {
       using Of = WarpgroupBackward<E, kHead, kDropout>;
-      if (warpgroups && Of::serves(params)) return run(Type<Of>{});
+      if (call.warpgroups && Of::serves(params)) return run(Type<Of>{});
     }
     run(Type<BackwardOf<E, kHead, kDropout>>{});
   };

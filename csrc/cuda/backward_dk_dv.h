@@ -83,15 +83,16 @@ struct DkDvKernel : private Block {
 
   // A word's bits of a query's 16 calls for 64 keys, by group of 16 keys.
   TXL_DEVICE void draw_dropout(int i0) {
-    const auto seed =
-        static_cast<uint64_t>(load_global(params.dropout_seed));  // no registers for it elsewhere
-    for (int x = thread_index(); x < BM * 16; x += kThreads) {
+    constexpr int kGroup = DropoutMask::kGroup, kCalls = DropoutMask::kCalls;
+    const auto seed = static_cast<uint64_t>(load_global(p.dropout_seed));  // no registers for it elsewhere
+    for (int x = thread_index(); x < BM * kCalls; x += kThreads) {
       uint32_t kept = 0;
-      for (int n = 0; n < BN; n += 64)
-        kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(((j0 + n) >> 6) * 16 + x % 16), b,
-                           h, i0 + x / 16)
+      for (int n = 0; n < BN; n += kGroup) {
+        const int call = (j0 + n) / kGroup * kCalls + x % kCalls;
+        kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), b, h, i0 + x / kCalls)
                 << n / 16;
-      band().write_kept(x / 16, x % 16, kept);
+      }
+      band().write_kept(x / kCalls, x % kCalls, kept);
     }
   }
 

@@ -291,7 +291,7 @@ struct DrKernel : private Block {
     const Rows<E, kHead> results{base + kQueriesAt};
     if (params.w.whole_dr)
       put_rows(results, own_row() + lane() / 4, 0, dr, params.scale.queries);
-    else
+    else if (params.w.dr_parts)
       store_part();
     sync_threads();
     if (params.w.whole_dr) write_rows<kHead, kThreads>(results, BN, Source<E>(t.dr, 0, h, p), c0, p.N);

@@ -94,18 +94,19 @@ struct Workspace {
   float *clamped_parts, *clamped;
   float* du_parts;       // [B, H, blocks of keys, D]
   float* dv_bias_parts;  // [splits, H, blocks of rows, D]
-  float* dr_parts;       // [splits, H, N, D], unless a block has all of it
+  float* dr_parts;       // [splits, H, N, D]; none if a block has all of it, or dr is not wanted
   float* sums;           // [2, K, class of D], K filled up: dk and dv of a head of several chunks
   int splits;            // shares of the batch that have a dr of their own, for there are few rows of r
   int64_t entries;       // of the batch in a split
-  bool whole_dr;         // no dr_parts
+  bool by_rows;          // whether anything is wanted of dr's kernel: dr, or v's gradient
+  bool whole_dr;         // a block has all of its rows of it
   int64_t floats = 0;
 
   // head: the class of D. base: null asks for the size alone.
-  Workspace(const Problem& p, int element_bytes, int head, int64_t budget, float* base)
+  Workspace(const Problem& p, const Backward& t, int element_bytes, int head, int64_t budget, float* base)
       : chunks(p, element_bytes, budget) {
     const auto take = [&](int64_t count) {
-      float* at = base ? base + floats : nullptr;
+      float* at = base && count > 0 ? base + floats : nullptr;
       floats += div_up(count, 4) * 4;
       return at;
     };
@@ -113,7 +114,8 @@ struct Workspace {
     const int64_t wanted = div_up(512, div_up(p.N, kRows) * chunks.heads);
     entries = larger<int64_t>(div_up(p.B, larger<int64_t>(smaller(wanted, p.B), 1)), 1);
     splits = static_cast<int>(div_up(p.B, entries));
-    whole_dr = splits == 1 && !chunks.cuts_heads(p);
+    by_rows = t.dr.data || t.dv_bias.data;
+    whole_dr = t.dr.data && splits == 1 && !chunks.cuts_heads(p);
     const int64_t rows = div_up(smaller(chunks.queries, p.L), Chunk::kRows) * Chunk::kRows;
     slopes = take(chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
     const int64_t row = div_up(p.D, 8) * 8;
@@ -126,9 +128,9 @@ struct Workspace {
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
     clamped_parts = take(heads * div_up(p.L, kQueries) * ends);
     clamped = take(p.H * ends);
-    du_parts = take(heads * div_up(p.K, kKeys) * p.D);
-    dv_bias_parts = take(splits * p.H * div_up(p.N, kRows) * p.D);
-    dr_parts = take(whole_dr ? 0 : splits * p.H * p.N * p.D);
+    du_parts = take(t.du.data ? heads * div_up(p.K, kKeys) * p.D : 0);
+    dv_bias_parts = take(t.dv_bias.data ? splits * p.H * div_up(p.N, kRows) * p.D : 0);
+    dr_parts = take(t.dr.data && !whole_dr ? splits * p.H * p.N * p.D : 0);
     sums = take(chunks.cuts_queries(p) ? 2 * chunks.columns * head : 0);
   }
 
@@ -139,7 +141,6 @@ struct Workspace {
 struct BackwardParams {
   Problem p;
   Backward t;
-  const int64_t* dropout_seed;
   Workspace w;
   bool clamps;
   Scales scale;

@@ -15,29 +15,34 @@ struct bf16;
 struct f16;
 using f32 = float;
 
-// dropout_seed: null without dropout. splits: programs that share out a query's keys; more than one need
-// parts, float32 [splits, B * H * L * (D + 2)]. warpgroups: wgmma where there is a kernel with it; the GPU is
-// sm_90. pdl: the same, for few queries: what joins the splits is launched while they are computed.
-int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-            float* parts, bool warpgroups, bool pdl, void* stream);
+struct ForwardCall {
+  int splits;       // programs that share out a query's keys
+  float* parts;     // of more than one: [splits, B * H * L * (D + 2)]
+  bool warpgroups;  // wgmma where there is a kernel with it; the GPU is sm_90
+  bool pdl;         // the same, for few queries: what joins the splits is launched while they are computed
+  void* stream;
+};
+int forward(DType dtype, const Problem& p, const Forward& t, const ForwardCall& call);
 
-// budget: bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks). workspace: as many
-// float32 as backward_workspace says. warpgroups: as above.
-int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             int64_t budget, bool warpgroups, void* stream);
-int64_t backward_workspace(DType dtype, const Problem& p, int64_t budget);
+struct BackwardCall {
+  int64_t budget;    // bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks)
+  float* workspace;  // of as many floats as backward_workspace says, aligned to 16 bytes
+  bool warpgroups;   // as above
+  void* stream;
+};
+int backward(DType dtype, const Problem& p, const Backward& t, const BackwardCall& call);
+// Follows no pointer.
+int64_t backward_workspace(DType dtype, const Problem& p, const Backward& t, int64_t budget);
 
 std::string error_text(int error);
 std::string targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a"
 
-// One class and type: what a translation unit of kernels.cu defines.
+// One class and type: what a translation unit of kernels.cu makes of forward.h and backward.h.
 template <typename E, int kHead>
 struct Kernels {
-  static int forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-                     float* parts, bool warpgroups, bool pdl, void* stream);
-  static int backward(const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-                      int64_t budget, bool warpgroups, void* stream);
-  static int64_t backward_workspace(const Problem& p, int64_t budget);
+  static int forward(const Problem& p, const Forward& t, const ForwardCall& call);
+  static int backward(const Problem& p, const Backward& t, const BackwardCall& call);
+  static int64_t backward_workspace(const Problem& p, const Backward& t, int64_t budget);
 };
 
 }  // namespace txl::cuda

@@ -24,23 +24,17 @@ static auto with_kernels(DType dtype, int64_t D, F f) {
   return dtype == DType::bf16 ? with_head<bf16>(D, f) : with_head<f16>(D, f);
 }
 
-int forward(DType dtype, const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits,
-            float* parts, bool warpgroups, bool pdl, void* stream) {
-  return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::forward(p, t, dropout_seed, splits, parts, warpgroups, pdl, stream);
-  });
+int forward(DType dtype, const Problem& p, const Forward& t, const ForwardCall& call) {
+  return with_kernels(dtype, p.D, [&](auto kernels) { return decltype(kernels)::forward(p, t, call); });
 }
 
-int backward(DType dtype, const Problem& p, const Backward& t, const int64_t* dropout_seed, float* workspace,
-             int64_t budget, bool warpgroups, void* stream) {
-  return with_kernels(dtype, p.D, [&](auto kernels) {
-    return decltype(kernels)::backward(p, t, dropout_seed, workspace, budget, warpgroups, stream);
-  });
+int backward(DType dtype, const Problem& p, const Backward& t, const BackwardCall& call) {
+  return with_kernels(dtype, p.D, [&](auto kernels) { return decltype(kernels)::backward(p, t, call); });
 }
 
-int64_t backward_workspace(DType dtype, const Problem& p, int64_t budget) {
+int64_t backward_workspace(DType dtype, const Problem& p, const Backward& t, int64_t budget) {
   return with_kernels(dtype, p.D,
-                      [&](auto kernels) { return decltype(kernels)::backward_workspace(p, budget); });
+                      [&](auto kernels) { return decltype(kernels)::backward_workspace(p, t, budget); });
 }
 
 std::string targets() { return TXL_CUDA_TARGETS; }

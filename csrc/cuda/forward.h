@@ -4,6 +4,7 @@
 // txl_kernels/triton/_forward.py.
 #pragma once
 
+#include "cuda.h"
 #include "query_block.h"
 
 namespace txl::cuda {
@@ -12,7 +13,6 @@ template <typename Tensors>
 struct ForwardParams {
   Problem p;
   Tensors t;
-  const int64_t* dropout_seed;
   Scales scale;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
   // [splits, B, H, L, D] without gaps, and behind it, [splits, B, H, L] each, the score that probabilities
@@ -61,7 +61,7 @@ struct ForwardKernel : private Block {
       : Block(x.p, x.t, place(x)),
         params(x),
         t(x.t),
-        seed(kDropout ? static_cast<uint64_t>(load_global(x.dropout_seed)) : 0),
+        seed(kDropout ? static_cast<uint64_t>(load_global(p.dropout_seed)) : 0),
         origin{lowest(), lowest()},
         total{},
         far_first{},
@@ -274,7 +274,7 @@ struct ForwardKernel : private Block {
     TXL_NO_UNROLL_GPU
     for (int n = 0; n < 8; ++n) {
       const int call =
-          j0 / DropoutMask::kGroup * DropoutMask::kLanes + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
+          j0 / DropoutMask::kGroup * DropoutMask::kCalls + opaque(lane()) % 4 * 2 + n / 2 % 2 + n % 2 * 8;
       kept |= kept_words(seed, p.dropout_threshold, static_cast<uint32_t>(call), opaque(b), opaque(h),
                          i0 + query_of_lane(n / 4))
               << (4 * n);
@@ -475,22 +475,20 @@ int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool war
   return launch_with_dropout<ForwardBlock<E, kHead, 4>>(params, stream);
 }
 
-// parts: [splits, B * H * L * (D + 2)], or null for one split. pdl: as of txl::cuda::forward.
 template <typename E, int kHead>
-int launch_forward(const Problem& p, const Forward& t, const int64_t* dropout_seed, int splits, float* parts,
-                   bool warpgroups, [[maybe_unused]] bool pdl, void* stream) {
+int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const ForwardCall& call) {
   const int64_t step = is_decode(p) ? kForwardKeys<E, kHead, 1> : 64,
-                split_keys = div_up(div_up(p.K, splits), step) * step;
-  const ForwardParams<Forward> params{p,      t,          dropout_seed, Scales(p),
-                                      splits, split_keys, parts,        heads_together(p, sizeof(E))};
+                split_keys = div_up(div_up(p.K, call.splits), step) * step;
+  const ForwardParams<Forward> params{
+      p, t, Scales(p), call.splits, split_keys, call.parts, heads_together(p, sizeof(E))};
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
-    if (pdl && is_decode(p) && splits > 1)
-      return WarpgroupKernels<E, kWarpgroupHead<kHead>>::decode(params, stream);
+    if (call.pdl && is_decode(p) && call.splits > 1)
+      return WarpgroupKernels<E, kWarpgroupHead<kHead>>::decode(params, call.stream);
   }
 #endif
-  const int error = choose_block<E, kHead>(params, warpgroups, stream);
-  return error || splits == 1 ? error : launch_merge<E, false>(params, stream);
+  const int error = choose_block<E, kHead>(params, call.warpgroups, call.stream);
+  return error || call.splits == 1 ? error : launch_merge<E, false>(params, call.stream);
 }
 
 }  // namespace txl::cuda

@@ -25,7 +25,6 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
   const Problem& p = params.p;
   ForwardParams<BoxedForward> x{p,
                                 {params.t, {}, {}, {}, false},
-                                params.dropout_seed,
                                 params.scale,
                                 params.splits,
                                 params.split_keys,

@@ -23,6 +23,7 @@ from txl_kernels.registry import (
     Gradients,
     Inputs,
     Options,
+    Wanted,
     compact,
     new_gradients,
     new_results,
@@ -200,10 +201,11 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
     K, N = inputs.k.shape[2], inputs.r.shape[1]
     causal, window_left, window_right, r_zero, scale, dropout_p = options
     gpu.check_sizes(NAME, inputs)
-    left = K if window_left < 0 else min(window_left, K)
-    right = 0 if causal else L if window_right < 0 else min(window_right, L)
+    # No key is further than K - 1 before a query, L - 1 after it.
+    left = K - 1 if window_left < 0 else min(window_left, K - 1)
+    right = 0 if causal else L - 1 if window_right < 0 else min(window_right, L - 1)
     r_zero = max(-L, min(r_zero, K + N))  # beyond that every distance is clamped
-    clamp = r_zero < min(left, K - 1) or r_zero + min(right, L - 1) > N - 1
+    clamp = r_zero < left or r_zero + right > N - 1
     threshold, keep = ctypes.c_int32(philox.threshold(dropout_p)).value, 1 / (1 - dropout_p)
     constants = dict(
         D=D,
@@ -307,12 +309,14 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Options) -> Gradients:
-    """Gradients of q, k, v, r, bias_u and bias_v; an absent bias has one of no elements."""
+def backward(
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, wanted: Wanted, options: Options
+) -> Gradients:
+    """Gradients of q, k, v, r, bias_u and bias_v; one that is not wanted has no elements."""
     q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
     B, H, L, D = q.shape
     K, N = k.shape[2], r.shape[1]
-    gradients = dq, dk, dv, dr, du, dv_bias = new_gradients(inputs)
+    gradients = dq, dk, dv, dr, du, dv_bias = new_gradients(inputs, wanted)
     p, constants = _problem(inputs, options)
     of_dq = {name: constants[name] for name in ("D", "BD", "HAS_RANGE", "CLAMP")}
     of_dr = {name: constants[name] for name in ("D", "BD", "HAS_RANGE")}
@@ -337,19 +341,20 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
     entries = _cdiv(B, splits)
     splits = _cdiv(B, entries)
     whole_dr = splits == 1 and not chunks.cut_heads(p) and not constants["CLAMP"]
-    dr_parts = dr.unsqueeze(0) if whole_dr else floats(splits, H, N, D)
+    of_r, *_ = wanted
+    dr_parts = dr.unsqueeze(0) if whole_dr or not of_r else floats(splits, H, N, D)
 
     with gpu.current(q.device):
         BM = configs.rows_added(D)
         delta_kernel[(_cdiv(L, BM) * B * H,)](
             _view(_rows(out)), dout_rows, delta, H, L, D=D, BD=constants["BD"], BM=BM, **_FUSED
         )
-        # The first chunk is the largest: if tiles are measured, then on it, where no kernel adds to what
-        # another has left.
         tile = None
         for chunk in chunks.each(p):
             heads = chunk.batches * chunk.heads
-            pairs = heads * (chunk.end_i - chunk.first_i) * K
+            # Tiles are measured on the first chunk or not at all: it is the largest, and in it no kernel adds
+            # to what another has left, so that it may be launched more than once.
+            pairs = 0 if tile else heads * (chunk.end_i - chunk.first_i) * K
             _launch(
                 "dk_dv",
                 q,
@@ -372,6 +377,8 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
                 fixed=tile,
                 **of_dq,
             )
+            if not of_r:
+                continue
             shares = (chunk.first_b + chunk.batches - 1) // entries - chunk.first_b // entries + 1
             _launch(
                 "dr",
@@ -394,7 +401,7 @@ def backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, options: Op
             ends = of_blocks[:, :, :, : 4 if constants["CLAMP"] else 2].sum((0, 2))
             for n, gradient in biases:
                 gradient.copy_(ends[:, n])
-        if not whole_dr:
+        if of_r and not whole_dr:
             dr_sum = dr_parts[0] if splits == 1 else dr_parts.sum(0)
             if ends is not None and constants["CLAMP"]:
                 dr_sum[:, 0] += ends[:, 2]

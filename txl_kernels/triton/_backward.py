@@ -282,8 +282,8 @@ def dq_kernel(
     lo_i, hi_i = keys_of_query(p, lo, hi, i)
     begin, far_0, far_1, near_0, near_1, far_2, far_3, end = key_tiles(p, lo, hi, i0, BM, BN, CLAMP)
 
-    content = tl.zeros([BM, BD], tl.float32)
-    place = tl.zeros([BM, BD], tl.float32)
+    dq_content = tl.zeros([BM, BD], tl.float32)
+    dq_position = tl.zeros([BM, BD], tl.float32)
 
     if CLAMP:
         # Sums of dS over the pairs that use the first row of r because they are clamped, and the last.
@@ -293,7 +293,7 @@ def dq_kernel(
         for t in range(0, tiles + (far_3 - far_2) // BN):
             j0 = tl.multiple_of(tile_of(t, far_0, far_1, far_2, far_3, far_3, far_3, far_3, BN), BN)
             ds = tl.load(tile + j0)
-            content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), content)
+            dq_content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), dq_content)
             clamped = tl.sum(ds.to(tl.float32), 1)
             clamped_first += tl.where(t < tiles, clamped, 0.0)
             clamped_last += tl.where(t < tiles, 0.0, clamped)
@@ -304,24 +304,24 @@ def dq_kernel(
     some = near_0 + x < near_1  # all or none
     ds = tl.load(tile + near_0, mask=some[None, :], other=0.0)
     k_tile = load_rows(k_rows, k.row, near_0, x, some, D, BD, False)
-    content = accumulate(ds, k_tile, content)
+    dq_content = accumulate(ds, k_tile, dq_content)
     r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_0), D, BD, BN)
-    place = accumulate(skew(tl.zeros_like(ds), ds, BN - first, BN), finite(r_tile), place)
+    dq_position = accumulate(skew(tl.zeros_like(ds), ds, BN - first, BN), finite(r_tile), dq_position)
     carry = ds
     for j0 in range(near_0 + BN, near_1, BN):
         ds = tl.load(tile + j0)
-        content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), content)
+        dq_content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), dq_content)
         r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, j0), D, BD, BN)
         if AGAIN:
             moved = tl.load(tile_again + j0)
         else:
             moved = skew(carry, ds, BN - first, BN)
             carry = ds
-        place = accumulate(moved, r_tile, place)
+        dq_position = accumulate(moved, r_tile, dq_position)
     if AGAIN:
         carry = tl.load(tile + (near_1 - BN), mask=some[None, :], other=0.0)
     r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_1), D, BD, BN)
-    place = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), place)
+    dq_position = accumulate(skew(carry, tl.zeros_like(carry), BN - first, BN), finite(r_tile), dq_position)
 
     edges = tl.cdiv(far_0 - begin, BN) + tl.cdiv(near_0 - far_1, BN)
     edges += tl.cdiv(far_2 - near_1, BN) + tl.cdiv(end - far_3, BN)
@@ -332,7 +332,7 @@ def dq_kernel(
         seen = sees(lo_i, hi_i, j[None, :]) & exist[:, None]
         ds = tl.load(tile + j0, mask=seen, other=0.0)
         k_tile = load_rows(k_rows, k.row, j0, x, (j >= lo) & (j < hi), D, BD, False)
-        content = accumulate(ds, finite(k_tile), content)
+        dq_content = accumulate(ds, finite(k_tile), dq_content)
         if CLAMP:
             c_pair = band(p, i[:, None], j[None, :])
             clamped_first += tl.sum(tl.where(c_pair < 0, ds, 0.0).to(tl.float32), 1)
@@ -341,26 +341,26 @@ def dq_kernel(
         none = tl.zeros_like(ds)
         c = band(p, i0 + BM - 1, j0)
         r_tile = load_r(p, r_rows, r.row, c, D, BD, BN)
-        place = accumulate(skew(none, ds, BN - first, BN), finite(r_tile), place)
+        dq_position = accumulate(skew(none, ds, BN - first, BN), finite(r_tile), dq_position)
         r_tile = load_r(p, r_rows, r.row, c + BN, D, BD, BN)
-        place = accumulate(skew(ds, none, BN - first, BN), finite(r_tile), place)
+        dq_position = accumulate(skew(ds, none, BN - first, BN), finite(r_tile), dq_position)
 
     # Queries beyond the last saw what there was: not even a NaN of theirs may reach the sums.
-    content = tl.where(exist[:, None], content, 0.0)
+    dq_content = tl.where(exist[:, None], dq_content, 0.0)
     d = tl.arange(0, BD)
     part = parts + ((b.to(tl.int64) * p.H + h) * tl.cdiv(p.L, BM) + i0 // BM) * 4 * D + d
     if CLAMP:
         q_v_tile = finite(load_rows(at(q_v, b, h), q_v.row, i0, y, exist, D, BD, False)).to(tl.float32)
-        place += clamped_first[:, None] * finite(load_row(r_rows, r.row, 0, D, BD))[None, :]
-        place += clamped_last[:, None] * finite(load_row(r_rows, r.row, p.N - 1, D, BD))[None, :]
+        dq_position += clamped_first[:, None] * finite(load_row(r_rows, r.row, 0, D, BD))[None, :]
+        dq_position += clamped_last[:, None] * finite(load_row(r_rows, r.row, p.N - 1, D, BD))[None, :]
         first_part = tl.where(exist, clamped_first, 0.0)[:, None] * q_v_tile
         last_part = tl.where(exist, clamped_last, 0.0)[:, None] * q_v_tile
         tl.store(part + 2 * D, tl.sum(first_part, 0) * p.scale, mask=d < D)
         tl.store(part + 3 * D, tl.sum(last_part, 0) * p.scale, mask=d < D)
-    place = tl.where(exist[:, None], place, 0.0)
-    tl.store(part, tl.sum(content, 0) * p.scale, mask=d < D)
-    tl.store(part + D, tl.sum(place, 0) * p.scale, mask=d < D)
-    store_rows(at(dq, b, h), dq.row, i0, y, exist, (content + place) * p.scale, D, BD)
+    dq_position = tl.where(exist[:, None], dq_position, 0.0)
+    tl.store(part, tl.sum(dq_content, 0) * p.scale, mask=d < D)
+    tl.store(part + D, tl.sum(dq_position, 0) * p.scale, mask=d < D)
+    store_rows(at(dq, b, h), dq.row, i0, y, exist, (dq_content + dq_position) * p.scale, D, BD)
 
 
 @triton.jit

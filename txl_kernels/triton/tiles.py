@@ -41,8 +41,8 @@ class Problem(NamedTuple):
     K: Any
     N: Any
     r_zero: Any
-    window_left: Any  # unlimited: beyond any distance
-    window_right: Any  # 0 if causal
+    window_left: Any  # K - 1: unlimited
+    window_right: Any  # L - 1: unlimited; 0 if causal
     scale: Any
     dropout_threshold: Any  # a word of Philox below this drops; unsigned, in a signed number's bits
     dropout_scale: Any  # 1 / (1 - p)
