@@ -438,3 +438,11 @@ def test_lengths_are_read_as_one_would_be() -> None:
         alone = evaluate(model, text, mem_len=result.settings["mem_len"], warm_up=5, **options)
         assert (result.loss, result.settings) == (alone.loss, alone.settings)
     assert sum(scored) == 2 * 40
+
+
+@pytest.mark.parametrize("stride", [None, 2])
+def test_another_default_device(stride):
+    model, text = model_helpers.small_model().eval(), model_helpers.tokens(40)[0]
+    want = evaluate(model, text, tgt_len=4, stride=stride).loss
+    with torch.device("meta"):
+        assert evaluate(model, text, tgt_len=4, stride=stride).loss == want

@@ -356,3 +356,12 @@ def test_top_p_takes_the_fewest_tokens() -> None:
     uniform = torch.tensor([0.0, 0.3, 0.6, 0.999], dtype=torch.float64)
     chosen = sample(torch.zeros(4, 4), uniform, 1.0, 0, 0.5)
     assert len(chosen.unique()) == 2
+
+
+def test_another_default_device():
+    """What is documented as on the CPU is there."""
+    model, prompts = small_model().eval(), [[1, 2], [3]]
+    want = list(generate(model, prompts, 4, seed=3))
+    with torch.device("meta"):
+        got = list(generate(model, prompts, 4, seed=3))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

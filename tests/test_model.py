@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from model_helpers import ADAPTIVE, VOCAB, B, in_segments, small_model, tokens
 from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from txl_kernels import rel_attention
 from txl_model import Memory, TransformerXL, TransformerXLConfig, attention
@@ -223,6 +224,64 @@ def test_loss_is_the_mean_over_labelled_tokens(fields):
     torch.testing.assert_close(out.loss, want.sum() / 13)
     torch.testing.assert_close(out.last_logits(), out.logits[:, -1])
     assert model(input_ids).loss is None
+
+
+@pytest.mark.parametrize("fields", [{}, {**ADAPTIVE, "div_val": 2}], ids=["plain", "adaptive"])
+def test_logits_are_those_of_the_forward_pass(fields):
+    """Or refused: by weights that have changed since they would be others."""
+    model, text = small_model(**fields), tokens(9)
+    want, old = model(text).logits, {n: x.detach().clone() for n, x in model.named_parameters()}
+    before, asked = model(text), model(text, logits=True)
+    torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: before.hidden.sum().backward())
+    for late in (lambda: before.logits, before.last_logits):
+        with pytest.raises(RuntimeError, match=r"weights have changed.*logits=True"):
+            late()
+    torch.testing.assert_close(asked.logits, want)
+    other = torch.func.functional_call(model, old, (text,))
+    with pytest.raises(RuntimeError, match="functional_call"):
+        other.logits  # noqa: B018
+    asked = torch.func.functional_call(model, old, (text,), dict(logits=True))
+    torch.testing.assert_close(asked.logits, want)
+
+
+def test_logits_have_gradients_if_the_forward_pass_had():
+    model, text = small_model().eval(), tokens(9)
+    out = model(text)
+    with torch.no_grad():
+        assert out.logits.requires_grad
+        out = model(text)
+    assert not out.logits.requires_grad
+    with torch.inference_mode():
+        out = model(text)
+    assert out.logits.shape == (*text.shape, VOCAB)
+
+
+def test_the_whole_model_is_one_graph():
+    model, text = small_model(), tokens(9)
+    want = model(text[:, :-1], labels=text[:, 1:])
+
+    def loss_and_logits(input_ids, labels):
+        out = model(input_ids, labels=labels)
+        return out.loss, out.last_logits()
+
+    got = torch.compile(loss_and_logits, fullgraph=True, backend="eager")(text[:, :-1], text[:, 1:])
+    torch.testing.assert_close(got, (want.loss, want.last_logits()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(text)).logits.shape == (*text.shape, VOCAB)
+
+
+def test_gradients_of_each_text_by_vmap():
+    model, text = small_model(), tokens(9)
+    weights = {n: x.detach() for n, x in model.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row[None, :-1],), dict(labels=row[None, 1:])).loss
+
+    got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, text)
+    for n, row in enumerate(text):
+        want = torch.autograd.grad(model(row[None, :-1], labels=row[None, 1:]).loss, [*model.parameters()])
+        for name, gradient in zip(weights, want, strict=True):
+            torch.testing.assert_close(got[name][n], gradient)
 
 
 @pytest.mark.parametrize("fields", [{}, {**ADAPTIVE, "div_val": 2}], ids=["plain", "adaptive"])

@@ -533,3 +533,44 @@ def test_no_rows_with_a_skip_for_each() -> None:
         same = memory.reset([], skip=torch.zeros(0, dtype=torch.int64))
         assert torch.equal(model(tokens(3), same).logits, model(tokens(3), memory).logits)
     assert same.length == memory.length and same.batch_size == B
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_passes_at_once_continue_the_same_memory(kind):
+    """As threads may: one begins while the other is between two layers."""
+    model, text = reader(mem_len=20), tokens(40)
+    memory = model(text[:, :9], model.new_memory(B, kind=kind)).memory
+    first, second = text[:, 9:14], text[:, 20:24]
+    want = [in_segments(model, x, [x.shape[1] - 1, 1], memory) for x in (first, second)]
+    memory, got = model(text[:, :9], model.new_memory(B, kind=kind)).memory, []
+
+    def meanwhile(module, args, out):
+        hook.remove()
+        got.append(in_segments(model, second, [3, 1], memory))
+
+    hook = model.blocks[0].register_forward_hook(meanwhile)
+    got.insert(0, in_segments(model, first, [4, 1], memory))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_huge_mem_len_costs_what_is_remembered():
+    model, text = reader(mem_len=12), tokens(24)
+    huge = model(text[:, :12], model.new_memory(B, mem_len=10**12)).memory
+    buffer = huge.store.keys_values[0]
+    assert huge.store.capacity == buffer.shape[3] == 8192 == len(huge.store.rows[0][0])
+    want = model(text[:, 12:], model(text[:, :12]).memory).logits
+    torch.testing.assert_close(model(text[:, 12:], huge).logits, want)
+    long = model(tokens(5000), model.new_memory(B, mem_len=10**12)).memory
+    assert long.store.capacity == 10_000
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_what_inference_mode_remembers_is_continued_outside_of_it(length):
+    model, text = reader(), tokens(20)
+    want = in_segments(model, text, [10, length, 20 - 10 - length])
+    with torch.inference_mode():
+        memory = model(text[:, :10]).memory
+    got = in_segments(model, text[:, 10:], [length, 10 - length], memory)
+    torch.testing.assert_close(got, want[:, 10:])
+    memory = memory.reset([0])
+    model(text[:, :length], memory)

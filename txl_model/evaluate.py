@@ -136,7 +136,7 @@ def evaluate(
             # All rows are equally long, and the first has no need of a warm-up: it scores that much more.
             warm_up = min(warm_up, n_token - 1)
             row_len = math.ceil((n_token - warm_up) / batch_size)
-            rows = torch.arange(0, n_token - warm_up, row_len)
+            rows = torch.arange(0, n_token - warm_up, row_len, device="cpu")
             memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
             pieces = _segments(n_token, rows, row_len, tgt_len, warm_up)
         else:
@@ -240,11 +240,13 @@ def _segments(
 def _windows(n_token: int, stride: int, tgt_len: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Windows that end with the tokens they score. The first ones have less text to begin with and the last
     one less to score: windows of one length are read together."""
-    begin = torch.arange(0, n_token, stride)
+    begin = torch.arange(0, n_token, stride, device="cpu")
     end = (begin + stride).clamp(max=n_token)
     first = (begin + stride - tgt_len).clamp(min=0)
     lengths, counts = (end - first).unique_consecutive(return_counts=True)
-    for length, alike in zip(lengths.tolist(), torch.arange(len(begin)).split(counts.tolist()), strict=True):
+    for length, alike in zip(
+        lengths.tolist(), torch.arange(len(begin), device="cpu").split(counts.tolist()), strict=True
+    ):
         for i in alike.split(batch_size):
             yield _piece(n_token, first[i], length, begin[i], end[i])
 
@@ -254,7 +256,7 @@ def _piece(
 ) -> tuple[Tensor, Tensor]:
     """The `length` places of the text from first [B] on, and which of them are scored: score_from [B] <=
     place < score_to [B]. int64 and bool [B, length]. Beyond its end the last place repeats, unscored."""
-    place = first[:, None] + torch.arange(length)
+    place = first[:, None] + torch.arange(length, device="cpu")
     scored = (place >= score_from[:, None]) & (place < score_to[:, None].clamp(max=n_token))
     return place.clamp(max=n_token - 1), scored
 

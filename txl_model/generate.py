@@ -94,13 +94,15 @@ def generate(
         likeliest = logits.max(-1)
         tokens = likeliest.indices
         if temperature > 0:
-            uniform = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in draws])
+            uniform = torch.cat(
+                [torch.rand(1, generator=draw, dtype=torch.float64, device="cpu") for draw in draws]
+            )
             tokens = sample(logits, uniform.to(logits.device), temperature, top_k, top_p)
         return tokens.where(likeliest.values.isfinite(), _NO_TOKEN)
 
     longest = max(len(row) for row in rows)
     padding = [longest - len(row) for row in rows]
-    input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)])
+    input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device="cpu")
     if mem_len is None:
         mem_len = model.config.mem_len or model.config.tgt_len - 1
     with torch.no_grad(), eval_mode(model):
@@ -183,7 +185,8 @@ def _steps(
             raise FloatingPointError(
                 f"the logits of row {tokens.index(_NO_TOKEN)} are NaN or infinite: are the model's weights?"
             )
-        yield torch.tensor([FINISHED if done else t for done, t in zip(finished, tokens, strict=True)])
+        row = [FINISHED if done else t for done, t in zip(finished, tokens, strict=True)]
+        yield torch.tensor(row, device="cpu")
         finished = [done or token in stop_tokens for done, token in zip(finished, tokens, strict=True)]
         if all(finished) or step == max_new_tokens:
             return

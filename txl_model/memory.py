@@ -233,13 +233,15 @@ class HiddenMemory(Memory):
 class _Store:
     """Keys, values and projected positions of all layers, preallocated.
 
-    Written at its end only, and there by the one memory that ends where it is filled: what any other
-    memory sees of it stays as it was.
+    Written at its end only, and there by whoever takes that end first: what any other memory sees of it
+    stays as it was.
     """
 
     def __init__(self, n_layer: int, capacity: int = 0) -> None:
         self.capacity = capacity
-        self.filled = 0
+        # Where it may be written on. `pop` takes an end away, from one thread alone: several may continue the
+        # same memory at once.
+        self.ends = {0: True}
         # Of each layer, [2, B, H, capacity, D] once something was written.
         self.keys_values: list[Tensor | None] = [None] * n_layer
         # r [H, N, D], furthest first.
@@ -287,8 +289,8 @@ class KeyValueMemory(Memory):
     """Each layer's keys and values, for reading without gradients while the weights stay as they are.
 
     The same numbers as with hidden states, but nothing is projected twice. The buffers have room
-    for twice what is remembered; once full, what is still remembered moves to new ones, so that a
-    step copies no memory.
+    for twice what is remembered (or, beyond some thousands, for twice what is there); once full, what
+    is still remembered moves to new ones, so that few steps copy memory.
     """
 
     store: _Store
@@ -302,7 +304,7 @@ class KeyValueMemory(Memory):
         length = states[0].shape[3]
         store = _Store(reading.n_layer, length)
         if length:  # what nothing was written to takes the dtype of what is written first
-            store.filled, store.keys_values = length, list(states)
+            store.ends, store.keys_values = {length: True}, list(states)
         return cls(reading, batch_size, states[0].device, start, store, 0, length)
 
     @property
@@ -315,14 +317,19 @@ class KeyValueMemory(Memory):
         return None if first is None else first.dtype
 
     def open(self, n_token: int) -> list[KeyValues]:
-        memory = self
-        if self.store.filled != self.end or self.end + n_token > self.store.capacity:
-            memory = self._copy(self.mem_len + max(n_token, self.mem_len))
+        memory, needed = self, self.length + n_token
+        if (
+            self.end + n_token > self.store.capacity
+            or self._is_closed()
+            or not self.store.ends.pop(self.end, False)
+        ):
+            memory = self._copy(self._at_first(self.mem_len + max(n_token, self.mem_len), needed))
+            memory.store.ends.clear()
         reading = self.reading
-        n_rows = reading.n_rows(self.length + n_token)
+        n_rows = reading.n_rows(needed)
         # Of all layers: a forward pass that was interrupted has left some behind.
         there = all(rows is not None and rows.shape[1] >= n_rows for rows in memory.store.rows)
-        n_project = 0 if there else reading.n_rows(self.mem_len + n_token)  # enough for the longest key axis
+        n_project = 0 if there else reading.n_rows(self._at_first(self.mem_len + n_token, needed))
         return [
             KeyValues(memory.store, i, memory.begin, memory.end, n_project) for i in range(reading.n_layer)
         ]
@@ -331,7 +338,7 @@ class KeyValueMemory(Memory):
         past: KeyValues = pasts[0]
         end = past.end + inputs[0].shape[1] - ext_len
         begin = max(past.begin, end - self.mem_len)
-        past.store.filled = end
+        past.store.ends[end] = True
         start = _moved(self.start, begin - past.begin)
         return replace(self, start=start, store=past.store, begin=begin, end=end)
 
@@ -343,10 +350,22 @@ class KeyValueMemory(Memory):
             memory.store.zeros = [x.to(target) for x in self.store.zeros]
         return memory
 
+    @staticmethod
+    def _at_first(most: int, needed: int) -> int:
+        """Of so many keys that there may be, for how many to make room: who remembers everything, by a huge
+        mem_len, pays for what there is."""
+        return min(most, max(2 * needed, 8192))
+
+    def _is_closed(self) -> bool:
+        """Whether what was written in inference mode cannot be written on, because that is over."""
+        first = self.store.keys_values[0]
+        return first is not None and first.is_inference() and not torch.is_inference_mode_enabled()
+
     def _copy(self, capacity: int) -> KeyValueMemory:
         """The same memory in a store of its own, of this capacity."""
         store = _Store(self.reading.n_layer, capacity)
-        store.filled, store.rows, store.zeros = self.length, list(self.store.rows), self.store.zeros
+        store.ends = {self.length: True}
+        store.rows, store.zeros = list(self.store.rows), self.store.zeros
         for i, old in enumerate(self.store.keys_values):
             if old is not None:
                 new = old.new_empty(*old.shape[:3], capacity, old.shape[4])

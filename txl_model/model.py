@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from txl_kernels import dropout
+from txl_kernels import dropout, registry
 from txl_kernels.reference import has_autocast
 from txl_model import few_tokens
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
@@ -38,7 +38,8 @@ class TransformerXLOutput:
         memory: pass it in with the next segment.
         token_losses: [B, T] in nats, in token order, 0 where the label is -100. None without labels.
         loss: mean over the labelled tokens, in nats. None without labels.
-        to_logits: hidden states [..., d_model] to logits [..., vocab_size].
+        to_logits: hidden states [..., d_model] to logits [..., vocab_size]. With gradients if the forward
+            pass had any; raises RuntimeError if the weights are no longer those of that pass.
     """
 
     hidden: Tensor
@@ -49,12 +50,44 @@ class TransformerXLOutput:
 
     @cached_property
     def logits(self) -> Tensor:
-        """[B, T, vocab_size], computed on first access; log-probabilities if the softmax is adaptive."""
+        """[B, T, vocab_size]; log-probabilities if the softmax is adaptive.
+
+        Computed on first access, or by the forward pass itself if it was called with logits=True: as DDP
+        with find_unused_parameters, sharded weights and functional_call need it.
+        """
         return self.to_logits(self.hidden)
 
     def last_logits(self) -> Tensor:
         """[B, vocab_size]: those of the last token only."""
         return self.to_logits(self.hidden[:, -1])
+
+
+class _ToLogits:
+    """The softmax with the weights of a forward pass, and with gradients if that had any."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        self.model = model
+        self.with_gradients = torch.is_grad_enabled()
+        self.weights = self._state()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        pairs = zip(self._state(), self.weights, strict=False)  # a compiler saw none
+        if any(a is not b or m != n for (a, m), (b, n) in pairs):
+            raise RuntimeError(
+                "the weights have changed since the forward pass whose logits these would be (by a step of "
+                "the optimizer, functional_call or resharding): read out.logits before, or call the model "
+                "with logits=True"
+            )
+        with torch.set_grad_enabled(self.with_gradients):
+            return self.model.softmax.logits(hidden, self.model.word_emb)
+
+    def _state(self) -> list[tuple[Tensor, int]]:
+        """The weights, and how often each was changed; nothing to a compiler, which asks for neither."""
+        if torch.compiler.is_compiling():
+            return []
+        modules = (self.model.softmax, self.model.word_emb)
+        weights = [x for module in modules for x in module.parameters()]
+        return [(x, 0 if x.is_inference() else x._version) for x in weights]
 
 
 class TransformerXL(nn.Module):
@@ -189,6 +222,7 @@ class TransformerXL(nn.Module):
         memory: Memory | None = None,
         labels: Tensor | None = None,
         ext_len: int = 0,
+        logits: bool = False,
     ) -> TransformerXLOutput:
         """Predict the token after each of `input_ids`.
 
@@ -200,11 +234,13 @@ class TransformerXL(nn.Module):
                 here. -100 is not scored.
             ext_len: how many tokens at the end of the segment will be read again with the next one; memory
                 leaves them out.
+            logits: compute out.logits now, not on first access.
 
         Raises:
-            ValueError: for shapes that do not match, tokens out of range (checked on CPUs only: a GPU
-                would have to be waited for), a memory of another model's shape, of another batch size,
-                device or dtype, or a memory of keys and values in training mode or with gradients enabled.
+            ValueError: for shapes that do not match, tokens out of range (checked where nobody traces, and on
+                CPUs only: a GPU would have to be waited for), a memory of another model's shape, of another
+                batch size, device or dtype, or a memory of keys and values in training mode or with
+                gradients enabled.
         """
         config = self.config
         self._check(input_ids, labels, ext_len)
@@ -234,7 +270,10 @@ class TransformerXL(nn.Module):
             token_losses = token_losses.view_as(labels)
             loss = token_losses.sum() / (labels != NOT_SCORED).sum().clamp(min=1)
         new_memory = memory.update(pasts, inputs, ext_len)
-        return TransformerXLOutput(hidden, new_memory, token_losses, loss, self._logits)
+        out = TransformerXLOutput(hidden, new_memory, token_losses, loss, _ToLogits(self))
+        if logits:
+            out.logits  # noqa: B018  # which stays
+        return out
 
     def _layer_by_layer(
         self,
@@ -269,9 +308,6 @@ class TransformerXL(nn.Module):
                     past, h = self.drop(past), self.drop(h)
             h = block(h, past, *positions_and_biases[i], sight)
         return inputs, h
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.softmax.logits(hidden, self.word_emb)
 
     def _positions_and_biases(
         self, n_project: int, sinusoid: Tensor | None
@@ -315,7 +351,7 @@ class TransformerXL(nn.Module):
                 continue
             if ids.dtype != torch.int64:
                 raise ValueError(f"{name} must be int64, got {ids.dtype}")
-            if ids.device.type == "cpu" and ids.numel():
+            if ids.device.type == "cpu" and ids.numel() and not registry.is_traced():
                 wrong = (ids < 0) | (ids >= n)
                 if ids is labels:
                     wrong &= ids != NOT_SCORED
