@@ -64,13 +64,14 @@ def test_every_kind_of_call(instrumented, level):
 
 
 def test_the_sanitizer_watches(instrumented):
-    """A lse tensor too short, past every check in Python: without this the test above proves nothing."""
+    """An lse whose memory is too short, past every check: without this the test above proves nothing."""
     done = sanitized(
         instrumented,
         "import torch, txl_kernels.cpu as cpu\n"
         "assert cpu.unavailable() is None\n"
         "q = torch.ones(1, 1, 64, 8)\n"
-        "lse = torch.empty(1, 1, 60)\n"
+        "lse = torch.empty(1, 1, 64)\n"
+        "lse.untyped_storage().resize_(4 * 60)\n"
         "options = (True, -1, -1, 63, 1.0, 0.0)\n"
         "inputs = (q, q, q, q[0], None, None, None, None)\n"
         "gradients = (*(torch.empty_like(x) for x in inputs[:4]), None, None)\n"

@@ -142,7 +142,8 @@ def rel_attention(
     Gradients flow to q, k, v, r, bias_u and bias_v; a frozen r saves a tenth of the time of training.
     There is no double backward, no forward-mode differentiation and no torch.func.grad (backend "reference"
     has all three). torch.vmap makes one call per entry. Under autocast, tensors other than float64 are first
-    cast to its dtype. If B, H or L is 0, the results are empty.
+    cast to its dtype. If B, H or L is 0, the results are empty. Import txl_kernels before loading an
+    exported program or a package of AOTInductor.
 
     Args:
         q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on

@@ -74,7 +74,6 @@ def _weights(model: TransformerXL, dtype: torch.dtype) -> list[Tensor]:
     if (
         any([type(part) for part in layer] != _PARTS for layer in layers)
         or any(part.training or not is_plain(part) for part in parts)
-        or nn.modules.module._has_any_global_hook()
         or len({part.eps for part in parts if isinstance(part, nn.LayerNorm)}) > 1
         or len(set(norms_first)) > 1
     ):

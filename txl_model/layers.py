@@ -19,6 +19,7 @@ class Linear(nn.Linear):
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of it is its class's `forward` and nothing else: no hook, no `forward` of its own."""
     hooks = (
+        nn.modules.module._has_any_global_hook(),
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,

@@ -24,16 +24,21 @@ struct BandColumns {
 
   // For blocks of at most so many rows.
   BandColumns(const Problem& p, int64_t block_rows) {
-    const Range reached = {p.band(p.L - 1, 0), p.band(0, p.K - 1) + 1};
+    Range exist = {p.K, 0};  // in some batch entry
+    for (int64_t b = 0; b < p.B; ++b) {
+      const Range keys = p.keys_of_batch(b);
+      if (!keys.empty()) exist = {min(exist.lo, keys.lo), max(exist.hi, keys.hi)};
+    }
+    const Range reached = {p.band(p.L - 1, exist.lo), p.band(0, exist.hi - 1) + 1};
     used = {max(p.r_zero - p.left, reached.lo), min(p.r_zero + p.right + 1, reached.hi)};
     // Invisible corners of tiles that hold something visible, but not behind the last distance that is seen.
     const int64_t slack = kWidth + block_rows;
-    first = max(max(used.lo, 0) - slack, reached.lo);
+    first = max(max(used.lo, 0) - slack, p.band(p.L - 1, floor_to(exist.lo, kWidth)));
     // Blocks of so many rows, one behind another, then need no more columns than they have to.
     const int64_t needed = p.band(block_rows - 1, 0);
     first = needed + floor_to(first - needed, kWidth);
     const int64_t last = min(used.hi - 1, p.N - 1 + slack);
-    panels = last < first ? 0 : (last - first) / kWidth + 1;
+    panels = exist.empty() || last < first ? 0 : (last - first) / kWidth + 1;
   }
 
   // Whether some distance that a query sees is clamped to the first row of r, or (side 1) to the last.
