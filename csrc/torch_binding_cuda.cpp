@@ -36,7 +36,8 @@ txl::DType dtype_of(const Tensor& x) {
 }
 
 void check(int error, const char* op) {
-  STD_TORCH_CHECK(error == 0, "rel_attention, CUDA kernels, ", op, ": ", txl::cuda::error_text(error));
+  STD_TORCH_CHECK(error == 0, "rel_attention, CUDA kernels, ", op, ": ", txl::cuda::error_name(error), ": ",
+                  txl::cuda::error_text(error));
 }
 
 void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u, OptionalTensor bias_v,

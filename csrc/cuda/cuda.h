@@ -5,8 +5,6 @@
 // went well.
 #pragma once
 
-#include <string>
-
 #include "../rel_attn.h"
 
 namespace txl::cuda {
@@ -34,8 +32,9 @@ int backward(DType dtype, const Problem& p, const Backward& t, const BackwardCal
 // Follows no pointer.
 int64_t backward_workspace(DType dtype, const Problem& p, const Backward& t, int64_t budget);
 
-std::string error_text(int error);
-std::string targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a"
+const char* error_name(int error);
+const char* error_text(int error);
+const char* targets();  // what was compiled for: "sm_80 sm_90 compute_80 sm_90a"
 
 // One class and type: what a translation unit of kernels.cu makes of forward.h and backward.h.
 template <typename E, int kHead>

@@ -37,15 +37,14 @@ int64_t backward_workspace(DType dtype, const Problem& p, const Backward& t, int
                       [&](auto kernels) { return decltype(kernels)::backward_workspace(p, t, budget); });
 }
 
-std::string targets() { return TXL_CUDA_TARGETS; }
+const char* targets() { return TXL_CUDA_TARGETS; }
 
 #if defined(TXL_CUDA_EMULATION)
-std::string error_text(int) { return "the emulation throws"; }
+const char* error_name(int) { return "an error"; }
+const char* error_text(int) { return "the emulation throws"; }
 #else
-std::string error_text(int error) {
-  const auto code = static_cast<cudaError_t>(error);
-  return std::string(cudaGetErrorName(code)) + ": " + cudaGetErrorString(code);
-}
+const char* error_name(int error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); }
+const char* error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 #endif
 
 }  // namespace txl::cuda
