@@ -74,6 +74,38 @@ class Tensors {
     return p;
   }
 
+  Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& r, const OptionalTensor& u,
+                  const OptionalTensor& v_bias, const Tensor& out, const Tensor& lse_of_out) {
+    return {queries(q, "q"),   keys(k, "k"),           keys(v, "v"),        rows(r, "r"),
+            bias(u, "bias_u"), bias(v_bias, "bias_v"), queries(out, "out"), lse(lse_of_out)};
+  }
+  Backward backward(const Tensor& dout, const Forward& t, const Tensor& dq, const Tensor& dk,
+                    const Tensor& dv, const OptionalTensor& dr, const OptionalTensor& du,
+                    const OptionalTensor& dv_bias) {
+    return {t.q,
+            t.k,
+            t.v,
+            t.r,
+            t.bias_u,
+            t.bias_v,
+            t.out,
+            queries(dout, "dout"),
+            t.lse,
+            queries(dq, "dq"),
+            keys(dk, "dk"),
+            keys(dv, "dv"),
+            rows(dr, "dr"),
+            bias(du, "du"),
+            bias(dv_bias, "dv_bias")};
+  }
+
+  // Without gaps; null if there is none.
+  template <typename T>
+  T* array(const OptionalTensor& x, int64_t count, const char* name) {
+    return x ? static_cast<T*>(data(*x, kScalarType<T>, count, name)) : nullptr;
+  }
+
+ private:
   View queries(const Tensor& x, const char* name) { return view(x, {B_, H_, L_, D_}, name); }
   View keys(const Tensor& x, const char* name) { return view(x, {B_, H_, K_, D_}, name); }
   View rows(const OptionalTensor& x, const char* name) { return view(x, {H_, N_, D_}, name); }
@@ -84,13 +116,6 @@ class Tensors {
     return data(x, type, B_ * H_ * L_, "lse");
   }
 
-  // Without gaps; null if there is none.
-  template <typename T>
-  T* array(const OptionalTensor& x, int64_t count, const char* name) {
-    return x ? static_cast<T*>(data(*x, kScalarType<T>, count, name)) : nullptr;
-  }
-
- private:
   void* data(const Tensor& x, ScalarType type, int64_t count, const char* name) {
     STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count && x.scalar_type() == type, name,
                     " must be contiguous and have ", count, " elements of the type that it is to have");

@@ -54,9 +54,7 @@ std::tuple<Tensor, Tensor> cpu_forward(Tensor q, Tensor k, Tensor v, Tensor r, O
   Tensors of(q, k, r);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
-  const txl::Forward tensors{
-      of.queries(q, "q"),        of.keys(k, "k"),           of.keys(v, "v"),        of.rows(r, "r"),
-      of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"), of.queries(out, "out"), of.lse(lse)};
+  const txl::Forward tensors = of.forward(q, k, v, r, bias_u, bias_v, out, lse);
   txl::cpu_forward(dtype_of(q), p, tensors, torch_pool());
   return {out, lse};
 }
@@ -69,11 +67,8 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
   Tensors of(q, k, r);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
-  const txl::Backward tensors{of.queries(q, "q"),     of.keys(k, "k"),           of.keys(v, "v"),
-                              of.rows(r, "r"),        of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"),
-                              of.queries(out, "out"), of.queries(dout, "dout"),  of.lse(lse),
-                              of.queries(dq, "dq"),   of.keys(dk, "dk"),         of.keys(dv, "dv"),
-                              of.rows(dr, "dr"),      of.bias(du, "du"),         of.bias(dv_bias, "dv_bias")};
+  const txl::Backward tensors =
+      of.backward(dout, of.forward(q, k, v, r, bias_u, bias_v, out, lse), dq, dk, dv, dr, du, dv_bias);
   txl::cpu_backward(dtype_of(q), p, tensors, torch_pool());
 }
 

@@ -48,9 +48,7 @@ void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
   Tensors of(q, k, r);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
-  const txl::Forward t{
-      of.queries(q, "q"),        of.keys(k, "k"),           of.keys(v, "v"),        of.rows(r, "r"),
-      of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"), of.queries(out, "out"), of.lse(lse)};
+  const txl::Forward t = of.forward(q, k, v, r, bias_u, bias_v, out, lse);
   STD_TORCH_CHECK(splits == 1 || (splits > 1 && parts), "parts are where splits are joined");
   check(txl::cuda::forward(
             dtype_of(q), p, t,
@@ -68,11 +66,8 @@ void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Optional
   Tensors of(q, k, r);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
-  const txl::Backward t{of.queries(q, "q"),     of.keys(k, "k"),           of.keys(v, "v"),
-                        of.rows(r, "r"),        of.bias(bias_u, "bias_u"), of.bias(bias_v, "bias_v"),
-                        of.queries(out, "out"), of.queries(dout, "dout"),  of.lse(lse),
-                        of.queries(dq, "dq"),   of.keys(dk, "dk"),         of.keys(dv, "dv"),
-                        of.rows(dr, "dr"),      of.bias(du, "du"),         of.bias(dv_bias, "dv_bias")};
+  const txl::Backward t =
+      of.backward(dout, of.forward(q, k, v, r, bias_u, bias_v, out, lse), dq, dk, dv, dr, du, dv_bias);
   const int64_t floats = txl::cuda::backward_workspace(dtype_of(q), p, t, budget);
   Tensor workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);
   check(txl::cuda::backward(dtype_of(q), p, t,
