@@ -41,6 +41,13 @@ inline bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
   return has;
 }
 
+// Of a tensor without gaps.
+inline void* dense(const Tensor& x, ScalarType type, int64_t count, const char* name) {
+  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count && x.scalar_type() == type, name,
+                  " must be contiguous and have ", count, " elements of the type that it is to have");
+  return x.data_ptr();
+}
+
 // The tensors of a call of attention. What they must be, and why, txl_kernels/api.py says in better words;
 // but an op can be called without it, and then reads and writes nothing beside its tensors.
 //
@@ -74,10 +81,11 @@ class Tensors {
     return p;
   }
 
-  Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& r, const OptionalTensor& u,
-                  const OptionalTensor& v_bias, const Tensor& out, const Tensor& lse_of_out) {
-    return {queries(q, "q"),   keys(k, "k"),           keys(v, "v"),        rows(r, "r"),
-            bias(u, "bias_u"), bias(v_bias, "bias_v"), queries(out, "out"), lse(lse_of_out)};
+  Forward forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& r,
+                  const OptionalTensor& bias_u, const OptionalTensor& bias_v, const Tensor& out,
+                  const Tensor& lse_of_out) {
+    return {queries(q, "q"),        keys(k, "k"),           keys(v, "v"),        rows(r, "r"),
+            bias(bias_u, "bias_u"), bias(bias_v, "bias_v"), queries(out, "out"), lse(lse_of_out)};
   }
   Backward backward(const Tensor& dout, const Forward& t, const Tensor& dq, const Tensor& dk,
                     const Tensor& dv, const OptionalTensor& dr, const OptionalTensor& du,
@@ -102,7 +110,7 @@ class Tensors {
   // Without gaps; null if there is none.
   template <typename T>
   T* array(const OptionalTensor& x, int64_t count, const char* name) {
-    return x ? static_cast<T*>(data(*x, kScalarType<T>, count, name)) : nullptr;
+    return x ? static_cast<T*>(dense(placed(*x, name), kScalarType<T>, count, name)) : nullptr;
   }
 
  private:
@@ -113,13 +121,7 @@ class Tensors {
 
   void* lse(const Tensor& x) {
     const ScalarType type = type_ == ScalarType::Double ? type_ : ScalarType::Float;
-    return data(x, type, B_ * H_ * L_, "lse");
-  }
-
-  void* data(const Tensor& x, ScalarType type, int64_t count, const char* name) {
-    STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count && x.scalar_type() == type, name,
-                    " must be contiguous and have ", count, " elements of the type that it is to have");
-    return placed(x, name).data_ptr();
+    return dense(placed(x, "lse"), type, B_ * H_ * L_, "lse");
   }
 
   View view(const OptionalTensor& x, std::initializer_list<int64_t> shape, const char* name) {

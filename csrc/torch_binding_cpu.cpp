@@ -72,11 +72,10 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
   txl::cpu_backward(dtype_of(q), p, tensors, torch_pool());
 }
 
-// A tensor without gaps, of x's dtype.
+// Of a tensor without gaps, of x's dtype.
 void* dense(const Tensor& t, const Tensor& x, int64_t count, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == x.scalar_type() && t.numel() == count,
-                  name, " must be contiguous, on the CPU, of x's dtype, and have ", count, " elements");
-  return t.data_ptr();
+  STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
+  return txl::dense(t, x.scalar_type(), count, name);
 }
 
 void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
