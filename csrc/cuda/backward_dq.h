@@ -131,14 +131,15 @@ struct DqKernel : private Block {
     }
     const Rows<E, kHead> results{base + Block::kTilesAt};
     sync_threads();  // all are done with the tiles
-    put_rows<kApart>(results, query_of_lane(0), 0, acc, static_cast<float>(p.scale));
+    put_rows(results, Block::row_of_lane(0), 0, acc, static_cast<float>(p.scale));
     if (params.clamps && lane() % 4 == 0)
       for (int end = 0; end < 2; ++end)
         for (int y = 0; y < 2; ++y)
           store_shared(base + Block::kBandAt + static_cast<uint32_t>(end * BM + query_of_lane(y)) * 4,
                        clamped[end][y]);
     sync_threads();
-    write_rows<kHead, kThreads>(results, BM, Source<E>(params.t.dq, b, h, p), i0, params.chunk.hi);
+    write_rows<kHead, kThreads>(results, BM, Source<E>(params.t.dq, b, h, p), i0, params.chunk.hi,
+                                [](int n) { return Block::query_of_row(n); });
     if (params.clamps) store_clamped();
   }
 

@@ -193,14 +193,14 @@ TXL_DEVICE void add_rows(float (&acc)[kTiles][4], const Square<E>& a, Tile rows,
 
 // ---- Results ----
 
-// acc * factor to the lane's rows, `row` and the one kApart behind it, the channels from `channel` on.
-template <int kApart = 8, typename E, int kHead, int kTiles>
+// acc * factor to the lane's rows, `row` and the eighth behind it, the channels from `channel` on.
+template <typename E, int kHead, int kTiles>
 TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&acc)[kTiles][4],
                          float factor) {
   TXL_UNROLL_GPU
   for (int d = 0; d < kTiles; ++d)
     for (int y = 0; y < 2; ++y)
-      store_pair<E>(to.at(row + kApart * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
+      store_pair<E>(to.at(row + 8 * y, channel + 8 * d + lane() % 4 * 2), acc[d][2 * y] * factor,
                     acc[d][2 * y + 1] * factor);
 }
 
@@ -275,16 +275,24 @@ struct WeightedRows {
     for (int d = 0; d < kChannels; ++d) sum[d] += weight * finite(row.x[d]);
   }
 
+  // Shares' sums lie one behind the other. Of one the first four channels of all threads lie side by side,
+  // then the next four, so that no two threads meet in a bank.
   template <typename F>
   TXL_DEVICE void put_all(const Problem& p, uint32_t scratch, F put) const {
+    constexpr int kFours = kChannels / 4;
+    const auto at = [&](int of_share, int n) {
+      return scratch + static_cast<uint32_t>(of_share * kHead + n) * 4;
+    };
     if (share < kShares)
-      for (int d = 0; d < kChannels; ++d)
-        store_shared(scratch + static_cast<uint32_t>(share * kHead + channel + d) * 4, sum[d]);
+      for (int m = 0; m < kFours; ++m)
+        store_shared(at(share, m * kPieces * 4 + channel / kFours),
+                     float4{sum[4 * m], sum[4 * m + 1], sum[4 * m + 2], sum[4 * m + 3]});
     sync_threads();
-    for (int d = thread; d < p.D; d += kThreads) {
+    for (int n = thread; n < kHead; n += kThreads) {
+      const int d = n / 4 % kPieces * kChannels + n / 4 / kPieces * 4 + n % 4;
+      if (d >= p.D) continue;
       float total = 0;
-      for (int n = 0; n < kShares; ++n)
-        total += load_shared<float>(scratch + static_cast<uint32_t>(n * kHead + d) * 4);
+      for (int m = 0; m < kShares; ++m) total += load_shared<float>(at(m, n));
       put(d, total);
     }
   }

@@ -135,21 +135,15 @@ struct ForwardKernel : private Block {
                             [&](int n) { return mask.query(i0 + Block::query_of_row(n)); });
     commit_copies();
     using Numbers = Piece<E>;
-    constexpr int kPieces = kHead / Numbers::kChannels;
-    const int thread = thread_index();
-    const auto piece_of = [&](const View& x, int d) { return Numbers::load(x, 0, h, 0, d, p); };
-    constexpr bool kSameColumn = kThreads % kPieces == 0;  // one load of each bias
-    int d = thread % kPieces * Numbers::kChannels;
-    auto u = piece_of(t.bias_u, d), v = piece_of(t.bias_v, d);
+    constexpr int kPieces = kHead / Numbers::kChannels, kEvery = power_of_2(kThreads / kPieces);
+    const int row = thread_index() / kPieces, d = thread_index() % kPieces * Numbers::kChannels;
+    const auto u = Numbers::load(t.bias_u, 0, h, 0, d, p), v = Numbers::load(t.bias_v, 0, h, 0, d, p);
     wait_copies<0>();
     sync_threads();
     TXL_UNROLL_GPU
-    for (int x = thread; x < BM * kPieces; x += kThreads) {
-      if (!kSameColumn && x != thread) {
-        d = x % kPieces * Numbers::kChannels;
-        u = piece_of(t.bias_u, d), v = piece_of(t.bias_v, d);
-      }
-      const uint32_t at_u = query_rows(0).at(x / kPieces, d), at_v = query_rows(1).at(x / kPieces, d);
+    for (int n = 0; n < BM; n += kEvery) {
+      if (row >= kEvery) break;  // a thread without a piece
+      const uint32_t at_u = query_rows(0).at(row + n, d), at_v = query_rows(1).at(row + n, d);
       const auto q = Numbers::of(load_shared<uint4>(at_v));
       store_shared(at_u, q.plus(u, params.scale.sign));
       store_shared(at_v, q.plus(v, params.scale.sign));
@@ -291,7 +285,7 @@ struct ForwardKernel : private Block {
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {
       for (int step = 1; step < 4; step *= 2) total[y] += shuffle_xor(total[y], step);
-      const int of_block = query_of_lane(y), i = i0 + of_block;
+      const int i = i0 + query_of_lane(y);
       const bool any_seen = lo[y] < hi[y];
       if (any_seen && total[y] == 0) {  // every score is -inf: no softmax exists
         if (whole)
@@ -308,7 +302,7 @@ struct ForwardKernel : private Block {
         float value[2];
         for (int x = 0; x < 2; ++x) value[x] = any_seen ? acc[d][2 * y + x] * factor : 0.0f;
         if (whole) {
-          store_pair<E>(results.at(of_block, 8 * d + column), value[0], value[1]);
+          store_pair<E>(results.at(row_of_lane(y), 8 * d + column), value[0], value[1]);
         } else {
           for (int x = 0; x < 2; ++x)
             if (8 * d + x < limit) store_global(part + 8 * d + x, value[x]);
@@ -325,7 +319,8 @@ struct ForwardKernel : private Block {
     }
     if (!whole) return;
     sync_threads();
-    write_rows<kHead, kThreads>(results, BM, Source<E>(t.out, b, h, p), i0, p.L);
+    write_rows<kHead, kThreads>(results, BM, Source<E>(t.out, b, h, p), i0, p.L,
+                                [](int n) { return Block::query_of_row(n); });
   }
 };
 

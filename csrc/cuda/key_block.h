@@ -49,7 +49,7 @@ struct BandOfTile {
   static constexpr int kColumns = kGroup + BN;
   // In words. Of queries in order a multiple of 8, but not of 16: eight rows begin in four different groups
   // of 8 banks, twice. Of a warpgroup's queries, which it has eight apart, another for reading: four
-  // neighbours, moved, then begin 8 banks apart (tests/test_cuda_static.py).
+  // neighbours, moved, then begin 8 banks apart (tests/test_cuda_banks.py).
   static constexpr bool kOdd = kGroup > 16;
   static constexpr int kPitch = kColumns + (kOdd ? 13 : 8);
   static constexpr uint32_t kBytes = BM * kPitch * 4;

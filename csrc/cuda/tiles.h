@@ -172,29 +172,46 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 
 // ---- Tiles in shared memory ----
 
-// Rows of kHead channels, of which eight neighbours, read at the same place, lie in different banks: in those
-// that fill 128 bytes, and so all banks, the pieces of 16 bytes have changed places, by the row's number
-// modulo 8. A copy of 128 bytes of memory then goes to 128 bytes of shared memory that begin at a multiple of
-// that, else to two, one after the other. Behind other rows there are 16 bytes of padding.
+// The place in a group of 16 rows by 32 bytes whose address this lane gives to load_matrix_x4: 8 by 8
+// elements of 16 bits each are to it what 8 by 4 of float32 are to tensor cores.
+struct Corner {
+  int row, piece;  // the first or the second 16 bytes
+};
+
+// Rows of kHead channels, one behind the other, of which eight neighbours, read at the same place, lie in
+// different banks: the pieces of 16 bytes have changed places, in rows that fill 128 bytes, and so all banks,
+// by the row's number, in others, of which two neighbours have different halves of the banks, in each 64
+// bytes by half of that. So 128 bytes that are copied together go to 128 bytes that begin at a multiple of
+// that, else to two such lines, one after the other.
 template <typename E, int kChannels>
 struct Rows {
   using Element = E;
-  static constexpr bool kSwizzled = kRow<E, kChannels> % 128 == 0;
-  static constexpr int kHead = kChannels, kPeriod = kSwizzled ? 8 : 1;  // of rows, then pieces lie as before
-  static constexpr uint32_t kRowBytes = kRow<E, kHead> + (kSwizzled ? 0 : 16);
-  static_assert(kSwizzled || kRowBytes / 16 % 2 == 1, "an odd number of 16 bytes");
+  static constexpr int kHead = kChannels, kPeriod = 8;  // of rows, then pieces lie as before
+  static constexpr uint32_t kRowBytes = kRow<E, kHead>, kSpan = kRowBytes % 128 == 0 ? 128 : 64;
+  static_assert(kRowBytes % kSpan == 0, "a piece's place in 64 bytes");
 
   uint32_t address;  // a multiple of 128
 
   TXL_DEVICE uint32_t at(int row, int channel) const {
     const uint32_t n = static_cast<uint32_t>(row), byte = static_cast<uint32_t>(channel) * sizeof(E);
-    return address + n * kRowBytes + (byte ^ n % kPeriod * 16);
+    return address + n * kRowBytes + (byte ^ moved(n));
+  }
+  // The lane's of 16 rows from `row` on, a multiple of kPeriod, by 32 bytes from `channel` on: what depends
+  // on the lane is the same for all rows, and for all channels kSpan bytes apart.
+  TXL_DEVICE uint32_t at(int row, int channel, Corner of_lane) const {
+    const uint32_t n = static_cast<uint32_t>(of_lane.row), byte = static_cast<uint32_t>(channel) * sizeof(E);
+    const uint32_t piece = static_cast<uint32_t>(of_lane.piece) * 16 ^ moved(n);
+    return address + static_cast<uint32_t>(row) * kRowBytes + byte / kSpan * kSpan +
+           (n * kRowBytes + (piece ^ byte % kSpan));
   }
   // The piece `rows` below the one at `place` from the tile's start on.
   TXL_DEVICE uint32_t below(uint32_t place, int rows) const {
     const uint32_t n = static_cast<uint32_t>(rows);
-    return address + n * kRowBytes + (place ^ n % kPeriod * 16);
+    return address + n * kRowBytes + (place ^ moved(n));
   }
+
+ private:
+  static TXL_DEVICE uint32_t moved(uint32_t n) { return (kSpan == 128 ? n % kPeriod : n % kPeriod / 2) * 16; }
 };
 
 // The same as wgmma reads it: panels of kRows rows of 128 bytes, one behind the other; in row n the pieces of
@@ -214,6 +231,13 @@ struct Panels {
     const uint32_t n = static_cast<uint32_t>(row), c = static_cast<uint32_t>(channel);
     const uint32_t byte = c % kChannelsOfPanel * sizeof(E);
     return address + c / kChannelsOfPanel * kPanelBytes + n * 128 + (byte ^ n % 8 * 16);
+  }
+  // As of Rows.
+  TXL_DEVICE uint32_t at(int row, int channel, Corner of_lane) const {
+    const uint32_t n = static_cast<uint32_t>(of_lane.row), c = static_cast<uint32_t>(channel);
+    const uint32_t piece = (static_cast<uint32_t>(of_lane.piece) ^ n % 8) * 16;
+    return address + static_cast<uint32_t>(row) * 128 + c / kChannelsOfPanel * kPanelBytes +
+           (n * 128 + (piece ^ c % kChannelsOfPanel * sizeof(E)));
   }
 
   TXL_DEVICE uint32_t below(uint32_t place, int rows) const {
@@ -262,14 +286,19 @@ TXL_DEVICE bool has_rows(const Problem& p, int c, int count) {
   return c >= 0 && c + count <= static_cast<int>(p.N);
 }
 
-// Copies rows of tensors into tiles. A thread has pieces of 16 bytes, of every tile those at the same places;
-// if possible all of a column, so that their addresses differ by constants. What does not depend on the tile
-// is worked out once, unless long rows leave no registers for it (kHeld false): then anew for every tile.
+// The largest power of 2 that is not above x.
+TXL_HD constexpr int power_of_2(int x) { return x < 2 ? 1 : 2 * power_of_2(x / 2); }
+
+// Copies rows of tensors into tiles. A thread has pieces of 16 bytes, all of a column, of every tile those at
+// the same places, so that their addresses differ by constants; where a row is 12 pieces, some threads have
+// none. What does not depend on the tile is worked out once, unless long rows leave no registers for it
+// (kHeld false): then anew for every tile.
 template <int kThreads, typename Tile, bool kHeld = kRow<typename Tile::Element, Tile::kHead> <= 256>
 struct Copier {
   using E = typename Tile::Element;
-  static constexpr int kPieces = Tile::kHead / kPiece<E>;  // of a row
-  static constexpr bool kSameColumn = kThreads % kPieces == 0;
+  static constexpr int kPieces = Tile::kHead / kPiece<E>;        // of a row
+  static constexpr int kEvery = power_of_2(kThreads / kPieces);  // row is a thread's
+  static_assert(kEvery % Tile::kPeriod == 0 || Tile::kPeriod % kEvery == 0, "no carry in Tile::below");
 
   // A tensor's batch entry and head, and where the thread's column begins.
   struct Rows {
@@ -283,8 +312,9 @@ struct Copier {
   uint32_t place;    // in bytes, from a tile's first row on
 
   TXL_DEVICE explicit Copier(const Problem& problem) : p(problem) {
-    const int thread = opaque(thread_index());
-    row = row_at(thread), channel = channel_at(thread), place = Tile{0}.at(row, channel);
+    const auto thread = static_cast<uint32_t>(opaque(thread_index()));
+    row = static_cast<int>(thread / kPieces), channel = static_cast<int>(thread % kPieces) * kPiece<E>;
+    place = Tile{0}.at(row, channel);
   }
 
   TXL_DEVICE Rows rows(const View& view, int b, int h) const {
@@ -309,33 +339,17 @@ struct Copier {
   }
 
  private:
-  static TXL_DEVICE int row_at(int place) { return static_cast<int>(static_cast<uint32_t>(place) / kPieces); }
-  static TXL_DEVICE int channel_at(int place) {
-    return static_cast<int>(static_cast<uint32_t>(place) % kPieces) * kPiece<E>;
-  }
-
   template <int kRows, typename F>
   TXL_DEVICE void copy_pieces(Tile to, int to_row, const Rows& from, F row_of) const {
+    if (kEvery * kPieces < kThreads && row >= kEvery) return;
     const int row_bytes = static_cast<int>(from.view.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
-    for (int start = 0; start < kRows * kPieces; start += kThreads) {
+    for (int start = 0; start < kRows; start += kEvery) {
+      if (kRows % kEvery != 0 && row + start >= kRows) break;
       // An address is one product of 32-bit numbers, and a sum.
-      if constexpr (kSameColumn) {
-        constexpr int kEvery = kThreads / kPieces;
-        static_assert(kEvery % Tile::kPeriod == 0 || Tile::kPeriod % kEvery == 0, "no carry in Tile::below");
-        const int n = row + start / kPieces;
-        if (kRows % kEvery != 0 && n >= kRows) break;
-        const RowOf y = row_of(n);
-        copy_async_16(to.below(place, to_row + start / kPieces), from.column + int64_t{y.n} * row_bytes,
-                      y.exists && channel < p.D);
-      } else {
-        const int at = start + opaque(thread_index()), n = row_at(at), d = channel_at(at);
-        if (kRows * kPieces % kThreads != 0 && n >= kRows) break;
-        const RowOf y = row_of(n);
-        copy_async_16(to.at(to_row + n, d),
-                      from.column + (d - channel) * static_cast<int>(sizeof(E)) + int64_t{y.n} * row_bytes,
-                      y.exists && d < p.D);
-      }
+      const RowOf y = row_of(row + start);
+      copy_async_16(to.below(place, to_row + start), from.column + int64_t{y.n} * row_bytes,
+                    y.exists && channel < p.D);
     }
   }
 
@@ -407,37 +421,38 @@ struct Piece {
   };
 };
 
-// Rows in shared memory become the tensor's from `first` on, as many as it has. All threads of the block take
-// part.
-template <int kHead, int kThreads, typename E>
-TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
-  count = static_cast<int>(smaller<int64_t>(count, end - first));
+// `count` rows in shared memory become the tensor's from `first` on, row n the one row_of(n) behind, where
+// that is before `end`. All threads of the block take part.
+template <int kHead, int kThreads, typename E, typename F>
+TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end,
+                           F row_of) {
+  const int exist = static_cast<int>(smaller<int64_t>(count, end - first));
   E* const data = const_cast<E*>(to.data) + first * to.row;
   if (to.wide) {
     constexpr int kPieces = kHead / kPiece<E>;
     TXL_NO_UNROLL_GPU
     for (int place = thread_index(); place < count * kPieces; place += kThreads) {
-      const int n = place / kPieces, channel = place % kPieces * kPiece<E>;
-      if (channel < to.D)
-        store_global(reinterpret_cast<uint4*>(data + n * to.row + channel),
+      const int n = place / kPieces, channel = place % kPieces * kPiece<E>, y = row_of(n);
+      if (y < exist && channel < to.D)
+        store_global(reinterpret_cast<uint4*>(data + y * to.row + channel),
                      load_shared<uint4>(from.at(n, channel)));
     }
   } else {
     TXL_NO_UNROLL_GPU
     for (int place = thread_index(); place < count * kHead; place += kThreads) {
-      const int n = place / kHead, channel = place % kHead;
-      if (channel < to.D) store_global(data + n * to.row + channel, load_shared<E>(from.at(n, channel)));
+      const int n = place / kHead, channel = place % kHead, y = row_of(n);
+      if (y < exist && channel < to.D)
+        store_global(data + y * to.row + channel, load_shared<E>(from.at(n, channel)));
     }
   }
+}
+template <int kHead, int kThreads, typename E>
+TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, int64_t first, int64_t end) {
+  write_rows<kHead, kThreads>(from, count, to, first, end, [](int n) { return n; });
 }
 
 // ---- Fragments ----
 
-// The place in a group of 16 rows by 32 bytes whose address this lane gives to load_matrix_x4: 8 by 8
-// elements of 16 bits each are to it what 8 by 4 of float32 are to tensor cores.
-struct Corner {
-  int row, piece;  // the first or the second 16 bytes
-};
 // A operand: rows 0-7, 8-15, then the same of the second 16 bytes.
 TXL_DEVICE Corner corner_a(int l = opaque(lane())) { return {l % 16, l / 16}; }
 // B operand from rows that are its columns: two n8 tiles, each with both pieces of a row.
@@ -474,7 +489,7 @@ TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d) {
   using E = typename Tile::Element;
   Fragment a;
   const Corner corner = corner_a();
-  load_matrix_x4(a.r, rows.at(row + corner.row, kStep<E> * d + kPiece<E> * corner.piece));
+  load_matrix_x4(a.r, rows.at(row, kStep<E> * d, corner));
   return a;
 }
 
@@ -528,7 +543,7 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Tile rows, F row_of) {
     }
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; n += 2) {
-      const uint32_t address = rows.at(row_of(n * 8) + corner.row, kStep<E> * d + kPiece<E> * corner.piece);
+      const uint32_t address = rows.at(row_of(n * 8), kStep<E> * d, corner);
       if (n + 1 < kTiles) {
         uint32_t b[4];
         load_matrix_x4(b, address);
@@ -621,7 +636,7 @@ struct SquareRows {
     SquareRows b;
     if constexpr (is_half<E>) {
       const Corner corner = corner_a(l);
-      load_matrix_x4_trans(b.part[0], rows.at(row + corner.row, channel + kPiece<E> * corner.piece));
+      load_matrix_x4_trans(b.part[0], rows.at(row, channel, corner));
     } else {
       TXL_UNROLL_GPU
       for (int part = 0; part < 2; ++part)

@@ -66,7 +66,7 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   }
 
   // Of rows 0 to 7 the order is that in which half a warp's four rows of the band, moved, begin in banks of
-  // their own as they do where they are written (tests/test_cuda_static.py).
+  // their own as they do where they are written (tests/test_cuda_banks.py).
   static TXL_DEVICE int query_of_row(int row) {
     const uint32_t n = static_cast<uint32_t>(row), eights = (2 * n % 8 + n % 8 / 4) * 8;
     return static_cast<int>(n / 64 * 64 + eights + n / 16 % 4 * 2 + n / 8 % 2);
