@@ -147,10 +147,26 @@ def test_fault(run_case, case):
     assert re.search(FAULTS[case], output), output
 
 
-def test_timing(run_case):
-    status, output = run_case("timing")
-    print(output)
-    assert status == 0 and "context switches per second" in output
+def test_banks(run_case, monkeypatch, tmp_path):
+    path = tmp_path / "banks"
+    monkeypatch.setenv("TXL_EMULATION_BANKS", str(path))
+    assert run_case("banks") == (0, "")
+    lines = [line.rsplit("|", 5) for line in path.read_text().splitlines()]
+    # What, bytes of a lane, how often shared memory must be asked, how often it would be without conflicts.
+    assert sorted((what, int(size), int(n), int(least)) for _, what, size, _, n, least in lines) == [
+        ("read", 2, 1, 1),
+        ("read", 4, 1, 1),  # all lanes the same word
+        ("read", 4, 1, 1),  # half of them every other word
+        ("read", 4, 272, 32),  # 1 to 32 lanes every 16th word: two banks for all
+        ("read", 8, 2, 2),
+        ("read", 8, 4, 2),
+        ("read", 16, 4, 4),
+        ("read", 16, 8, 4),
+        ("read_matrix", 16, 4, 4),
+        ("read_matrix", 16, 32, 4),
+        ("write", 4, 1, 1),
+        ("write", 4, 32, 1),
+    ]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])

@@ -12,7 +12,9 @@
 // the same, and two accesses race not when they happen to collide but when no barrier orders them. The source
 // line of an error: break on txl::emulation::fail in a debugger.
 //
-// Not emulated: time, bank conflicts, registers, caches, atomics, static shared memory. Sanitizers do not
+// TXL_EMULATION_BANKS=file counts bank conflicts: emulation_banks.h.
+//
+// Not emulated: time, registers, caches, atomics, static shared memory. Sanitizers do not
 // know about the fibers. A thread that waits in a loop for another one hangs.
 #pragma once
 
@@ -36,6 +38,8 @@
 #include <typeinfo>
 #include <unordered_map>
 #include <vector>
+
+#include "emulation_banks.h"
 
 #if (defined(__x86_64__) || defined(__aarch64__)) && !defined(TXL_EMULATION_UCONTEXT)
 #define TXL_EMULATION_ASM
@@ -302,6 +306,8 @@ struct Warp {
   std::vector<PendingProduct> products;
   std::vector<PendingSum> sums;
   uint64_t all_products;  // a hash of them, in order, and of barriers: the same for a warpgroup's warps
+
+  WarpBanks banks;
 };
 
 struct Launch {
@@ -312,6 +318,7 @@ struct Launch {
   int64_t blocks;
   uint32_t shared_bytes;
   bool pdl;
+  const char* count_banks;  // where to write how often; null: not counted
 
   std::atomic<int64_t> next{0}, boxes{0};  // boxes: copied
   std::atomic<bool> failed{false};
@@ -319,6 +326,7 @@ struct Launch {
   int64_t failed_block = 0;
   std::string error;                                      // of the first block that failed
   std::unordered_map<uintptr_t, uint64_t> global_writer;  // of each two bytes: block << 16 | thread
+  BankCounts banks;
 };
 
 // One OS thread's: the block that it runs.
@@ -401,6 +409,13 @@ TXL_COLLECTIVE inline void wait() {
   fail(m.thread, "divergence: at %s while thread %d waits at sync_threads", op, start + first_of(w.barrier));
 }
 
+// What the lanes of a warp have accessed until they met.
+__attribute__((noinline)) inline void count_banks(Warp& warp) {
+  Launch& launch = *machine->launch;
+  const std::lock_guard<std::mutex> lock(launch.mutex);
+  warp.banks.count(launch.banks);
+}
+
 // A collective of the warp: its lanes meet, the last one computes for all. It orders no memory.
 template <typename Argument, typename Compute>
 TXL_COLLECTIVE inline void meet(const char* op, Argument* argument, Compute compute) {
@@ -412,6 +427,7 @@ TXL_COLLECTIVE inline void meet(const char* op, Argument* argument, Compute comp
   w.argument[lane] = argument;
   w.arrived |= 1u << lane;
   if (w.arrived != 0xffffffffu) return wait();
+  if (machine->launch->count_banks) count_banks(w);
   compute(reinterpret_cast<Argument**>(w.argument));
   w.arrived = 0;
   w.ready = ~(1u << lane);
@@ -431,6 +447,7 @@ TXL_COLLECTIVE inline void sync_threads() {
   m.at_barrier = 0;
   m.block_time = ++m.now;
   for (Warp& w : m.warps) {
+    if (m.launch->count_banks) count_banks(w);
     w.barrier = 0;
     w.ready = 0xffffffffu;
     w.time = m.now;
@@ -455,6 +472,7 @@ inline void end_thread() {
     fail(m.thread, "divergence: ends while thread %d waits at sync_threads", waits);
   }
   w.ended |= 1u << m.thread % 32;
+  if (m.launch->count_banks && w.ended == 0xffffffffu) count_banks(w);
   if (++m.ended == m.launch->threads) {
     for (size_t i = 0; i < m.warps.size(); ++i)
       if (m.warps[i].all_products != m.warps[i / 4 * 4].all_products)
@@ -544,6 +562,7 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
   launch.blocks = blocks;
   launch.shared_bytes = shared_bytes;
   launch.pdl = pdl;
+  launch.count_banks = std::getenv("TXL_EMULATION_BANKS");
   if (machine) throw std::runtime_error("kernel " + launch.kernel + ": launched by a kernel");
   if (blocks < 0 || blocks > 0x7fffffff)
     throw std::runtime_error("kernel " + launch.kernel + ": " + std::to_string(blocks) + " blocks");
@@ -561,6 +580,12 @@ inline void run(void (*body)(const void*), const void* params, const std::type_i
     if (!file) throw std::runtime_error(std::string("TXL_EMULATION_TRACE=") + path + " cannot be written");
     std::fprintf(file, "%s|%lld|%d|%u\n", launch.kernel.c_str(), static_cast<long long>(launch.boxes),
                  threads, shared_bytes);
+    std::fclose(file);
+  }
+  if (const char* path = launch.count_banks) {
+    std::FILE* file = std::fopen(path, "a");
+    if (!file) throw std::runtime_error(std::string("TXL_EMULATION_BANKS=") + path + " cannot be written");
+    write_bank_counts(file, launch.kernel.c_str(), launch.banks);
     std::fclose(file);
   }
   if (launch.failed) throw std::runtime_error(launch.error);
@@ -637,18 +662,43 @@ unsigned char* access_shared(int thread, uint32_t address) {
   return m.shared.data() + offset;
 }
 
+// The same for an instruction of the thread that runs, which is the place that this returns to.
+template <Access access, int bytes>
+__attribute__((noinline)) unsigned char* access_own(uint32_t address) {
+  Machine& m = *machine;
+  if (m.launch->count_banks) {
+    const char* what = access == Access::read ? "read" : access == Access::write ? "write" : "copy";
+    const auto at = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
+    m.warp().banks.add({what, bytes, at}, m.thread % 32, address);
+  }
+  return access_shared<access, bytes>(m.thread, address);
+}
+
+// Rows of 16 bytes, eight to a matrix, by an instruction that the warp has met for.
+template <typename Lane>
+__attribute__((noinline)) void count_matrices(const char* what, int matrices, Lane** lane) {
+  const BankSite site{what, 16, reinterpret_cast<uintptr_t>(__builtin_return_address(0))};
+  Launch& launch = *machine->launch;
+  const std::lock_guard<std::mutex> lock(launch.mutex);
+  for (int i = 0; i < matrices; ++i) {
+    uint32_t rows[8];
+    for (int row = 0; row < 8; ++row) rows[row] = lane[8 * i + row]->address;
+    count_passes(launch.banks[site], rows, 8, 16);
+  }
+}
+
 inline uint32_t shared_base() { return kSharedBase; }
 
 template <typename T>
-T load_shared(uint32_t address) {
+TXL_COLLECTIVE inline T load_shared(uint32_t address) {
   T value;
-  memcpy(&value, access_shared<Access::read, sizeof(T)>(machine->thread, address), sizeof(T));
+  memcpy(&value, access_own<Access::read, sizeof(T)>(address), sizeof(T));
   return value;
 }
 
 template <typename T>
-void store_shared(uint32_t address, T value) {
-  memcpy(access_shared<Access::write, sizeof(T)>(machine->thread, address), &value, sizeof(T));
+TXL_COLLECTIVE inline void store_shared(uint32_t address, T value) {
+  memcpy(access_own<Access::write, sizeof(T)>(address), &value, sizeof(T));
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -742,14 +792,14 @@ void store_global(T* p, T value) {
 
 // The bytes arrive, and are read, as late as can be: when the thread waits for their group. Until then nobody
 // may touch the destination; after it only this thread, until a barrier: to others it is a write of now.
-inline void copy_async_16(uint32_t shared, const void* global, bool valid) {
+TXL_COLLECTIVE inline void copy_async_16(uint32_t shared, const void* global, bool valid) {
   constexpr int bytes = Copy::bytes;
   Machine& m = *machine;
   Thread& t = m.threads[m.thread];
   if (reinterpret_cast<uintptr_t>(global) % bytes != 0)  // also where it is not read: no need to find out
     fail(m.thread, "global copy of %d bytes at %p is misaligned", bytes, global);
   if (valid) check_global(global, bytes, false, "copy");
-  memset(access_shared<Access::copy, bytes>(m.thread, shared), 0xff, bytes);
+  memset(access_own<Access::copy, bytes>(shared), 0xff, bytes);
   t.copies.push_back({valid ? global : nullptr, shared - kSharedBase, t.groups});
 }
 
@@ -886,6 +936,7 @@ TXL_COLLECTIVE inline void load_matrix(uint32_t* r, uint32_t row_address) {
   Matrices mine{row_address, r};
   meet(op, &mine, [](Matrices** lane) {
     const int first = machine->thread / 32 * 32;
+    if (machine->launch->count_banks) count_matrices("read_matrix", count, lane);
     for (int i = 0; i < count; ++i) {
       uint16_t matrix[8][8];
       for (int row = 0; row < 8; ++row)
@@ -909,6 +960,7 @@ TXL_COLLECTIVE inline void store_matrix_x4_trans(uint32_t row_address, const uin
   } mine{row_address, r};
   meet("store_matrix_x4_trans", &mine, [](Stored** lane) {
     const int first = machine->thread / 32 * 32;
+    if (machine->launch->count_banks) count_matrices("write_matrix", 4, lane);
     for (int i = 0; i < 4; ++i)
       for (int row = 0; row < 8; ++row) {
         uint16_t elements[8];

@@ -493,7 +493,6 @@ template void launch_each<
 #else
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <random>
 
@@ -1015,30 +1014,28 @@ static void random_races() {
   require(with > 500 && without > 500, "too few of one kind");
 }
 
-static void timing() {
-  constexpr int kCount = 200000;
-  using Seconds = std::chrono::duration<double>;
-  double best = 1e9, best_product = 1e9;
-  for (int trial = 0; trial < 5; ++trial) {
-    auto start = std::chrono::steady_clock::now();
-    line(0, [] {
-      for (int i = 0; i < kCount; ++i) sync_warp();
-    });
-    best = std::min(best, Seconds(std::chrono::steady_clock::now() - start).count());
-    start = std::chrono::steady_clock::now();
-    line(1024, [] {
-      uint32_t a[4] = {}, b[2] = {};
-      float d[4] = {};
-      for (int i = 0; i < kCount / 50; ++i) {
-        load_matrix_x4(a, shared_base() + 16 * lane());
-        mma_half<bf16>(d, a, b);
-      }
-    });
-    best_product = std::min(best_product, Seconds(std::chrono::steady_clock::now() - start).count());
-  }
-  const double switches = 31.0 * kCount;  // the last lane to arrive goes on at once
-  printf("%.1f million context switches per second, %.1f ns each; ldmatrix.x4 and mma of a warp: %.2f us\n",
-         switches / best / 1e6, best / switches * 1e9, best_product / (kCount / 50) * 1e6);
+// tests/test_cuda_emulation.py knows what is counted.
+static void banks() {
+  line(4096, [] {
+    const auto at = [](int bytes_apart) {
+      return shared_base() + static_cast<uint32_t>(bytes_apart * lane());
+    };
+    store_shared(at(4), 1.0f);
+    sync_warp();
+    store_shared(at(128), 1.0f);
+    sync_warp();
+    load_shared<float>(at(0));
+    if (lane() < 16) load_shared<float>(at(8));
+    load_shared<uint16_t>(at(2));
+    load_shared<float2>(at(8));
+    load_shared<float2>(at(16));
+    load_shared<float4>(at(16));
+    load_shared<float4>(at(32));
+    for (int n = 0; n <= lane(); ++n) load_shared<float>(at(64));
+    uint32_t r[4];
+    load_matrix_x4(r, at(16));
+    load_matrix_x4(r, at(128));
+  });
 }
 
 static void global_faults(const std::string& which) {
@@ -1245,7 +1242,7 @@ static void run_case(const std::string& name) {
       {"same_in_any_order", same_in_any_order},
       {"first_failing_block", first_failing_block},
       {"random_races", random_races},
-      {"timing", timing},
+      {"banks", banks},
   };
   for (const auto& c : cases)
     if (name == c.name) return c.run();
