@@ -9,7 +9,7 @@
 // A clamped pair's row lies outside of r, here it has none: the dq kernel has summed those up.
 #pragma once
 
-#include "backward_tiles.h"
+#include "backward_block.h"
 
 namespace txl::cuda {
 

@@ -23,7 +23,7 @@ struct ForwardCall {
 int forward(DType dtype, const Problem& p, const Forward& t, const ForwardCall& call);
 
 struct BackwardCall {
-  int64_t budget;    // bytes that the gradient of scores may take at a time (backward_tiles.h: Chunks)
+  int64_t budget;    // bytes that the gradient of scores may take at a time (workspace.h: Chunks)
   float* workspace;  // of as many floats as backward_workspace says, aligned to 16 bytes
   bool warpgroups;   // as above
   void* stream;

@@ -14,7 +14,7 @@
 // The next query is one row of r lower, so the ring of rows goes down: BM rows are new to a tile.
 #pragma once
 
-#include "backward_tiles.h"
+#include "backward_block.h"
 
 namespace txl::cuda {
 

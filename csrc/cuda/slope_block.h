@@ -9,7 +9,7 @@
 // twice.
 #pragma once
 
-#include "backward_tiles.h"
+#include "backward_block.h"
 #include "query_block.h"
 
 namespace txl::cuda {

@@ -1,5 +1,5 @@
 """How backward cuts the problem, so that dS of a part of it takes a bounded number of bytes; as Chunks in
-csrc/cuda/backward_tiles.h."""
+csrc/cuda/workspace.h."""
 
 from __future__ import annotations
 
