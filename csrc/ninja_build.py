@@ -334,7 +334,7 @@ def add_cuda(file: NinjaFile, toolkit: cuda_build.Toolkit | None, torch: Path) -
         kernels, host, rule = [*cxx, "-x", "c++"], cxx, "cxx"
         warpgroups = list(kernels)
         defines = ['-DTXL_CUDA_TARGETS="emulation"']
-        out, link_rule, link = "libtxl_cuda_emulation.so", "link", ["-pthread", "-Wl,--no-undefined"]
+        out, link_rule, link = "libtxl_cuda_emulation.so", "link", ["-pthread", "-ldl", "-Wl,--no-undefined"]
     if warpgroups:
         kernels.append("-DTXL_WARPGROUPS")
     objects = [

@@ -120,7 +120,7 @@ struct WeightedRows {
   }
 
   // Shares' sums lie one behind the other. Of one the first four channels of all threads lie side by side,
-  // then the next four, so that no two threads meet in a bank.
+  // then the next four: where rows are a multiple of 128 bytes no two threads meet in a bank.
   template <typename F>
   TXL_DEVICE void put_all(const Problem& p, uint32_t scratch, F put) const {
     constexpr int kFours = kChannels / 4;

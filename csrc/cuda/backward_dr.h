@@ -197,7 +197,7 @@ struct DrKernel : private Block {
     if constexpr (Block::kPanels) {
       this->copy(q_v(i0), params, i0, h, entry.b, turn(i0));
     } else {
-      copier.template copy<BM>(q_v(i0), 0, entry.q_v, i0 + BM <= entry.mask.L, i0,
+      copier.template copy<BM>(q_v(i0), entry.q_v, i0 + BM <= entry.mask.L, i0,
                                [&](int y) { return entry.mask.query(i0 + y); });
     }
   }

@@ -142,7 +142,7 @@ struct ForwardKernel : private Block {
     sync_threads();
     TXL_UNROLL_GPU
     for (int n = 0; n < BM; n += kEvery) {
-      if (row >= kEvery) break;  // a thread without a piece
+      if (kEvery * kPieces < kThreads && row >= kEvery) break;  // a thread without a piece
       const uint32_t at_u = query_rows(0).at(row + n, d), at_v = query_rows(1).at(row + n, d);
       const auto q = Numbers::of(load_shared<uint4>(at_v));
       store_shared(at_u, q.plus(u, params.scale.sign));

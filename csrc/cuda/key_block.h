@@ -47,13 +47,13 @@ TXL_DEVICE QueryTiles query_tiles(const Problem& p, const Chunk& chunk, Range ba
 template <int BM, int BN, int kGroup>
 struct BandOfTile {
   static constexpr int kColumns = kGroup + BN;
-  // In words. Of queries in order a multiple of 8, but not of 16: eight rows begin in four different groups
-  // of 8 banks, twice. Of a warpgroup's queries, which it has eight apart, another for reading: four
-  // neighbours, moved, then begin 8 banks apart (tests/test_cuda_banks.py).
-  static constexpr bool kOdd = kGroup > 16;
-  static constexpr int kPitch = kColumns + (kOdd ? 13 : 8);
-  static constexpr uint32_t kBytes = BM * kPitch * 4;
-  static_assert(kColumns % 16 == 0, "8 words of padding, of 16 bits for every 16th key");
+  // A warpgroup writes rows that are eight queries apart. Their pitch, in words: four neighbours, moved,
+  // begin 8 banks apart for reading, and every other row a word late, for two columns to be written at once.
+  static constexpr bool kApart = kGroup > 16;
+  static constexpr int kPitch = kColumns + 13;
+  using Rows = MovedRows<float, kColumns>;
+  static constexpr uint32_t kKeptAt = BM * kColumns * 4;  // behind queries in order
+  static constexpr uint32_t kBytes = kApart ? BM * kPitch * 4 : kKeptAt + (BM + 1) * 32;
 
   uint32_t address;
 
@@ -62,33 +62,49 @@ struct BandOfTile {
   TXL_DEVICE void write(const float (&x)[kTiles][4], int query, int next, F column) const {
     // Opaque, or the compiler would not see that columns differ by constants.
     const uint32_t to[2] = {opaque(at(query, lane() % 4 * 2)), opaque(at(query + next, lane() % 4 * 2))};
+    constexpr int kEight = kApart ? 32 : Rows::kEight;  // from eight columns to the next
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; ++n)
       for (int y = 0; y < 2; ++y)
-        store_shared(to[y] + static_cast<uint32_t>(column(n)) * 4, float2{x[n][2 * y], x[n][2 * y + 1]});
+        store_shared(to[y] + static_cast<uint32_t>(column(n) / 8 * kEight),
+                     float2{x[n][2 * y], x[n][2 * y + 1]});
   }
 
   // What element x of n8 tile n starts from; own_key: the warp's first.
   TXL_DEVICE float read(int n, int x, int own_key) const {
-    const int of_lane = lane() % 4 * 2, query = 8 * n + x % 2,
-              column = kGroup - 1 - query % kGroup + x / 2 * 8;
-    const uint32_t from = at(of_lane, own_key + lane() / 4 - of_lane);
-    return load_shared<float>(from + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4);
+    const int of_lane = lane() % 4 * 2, key = own_key + lane() / 4;
+    if constexpr (kApart) {
+      const int query = 8 * n + x % 2, column = kGroup - 1 - query % kGroup + x / 2 * 8;
+      const uint32_t from = at(of_lane, key - of_lane);
+      return load_shared<float>(from + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4);
+    } else {
+      const uint32_t from = at(of_lane + x % 2, 15 - of_lane - x % 2 + key);
+      const int place = n * Rows::kRowsBytes + (x / 2 - n % 2) * Rows::kEight;
+      return load_shared<float>(from + static_cast<uint32_t>(place));
+    }
   }
 
-  // Which pairs dropout keeps lies behind a query's columns: 16 bits for each of 16 neighbouring keys.
+  // Which pairs dropout keeps: of a query 16 bits for each of 16 neighbouring keys.
   TXL_DEVICE void write_kept(int query, int key, uint32_t kept) const {
-    store_shared(at(query, kColumns) + static_cast<uint32_t>(key) * 2, static_cast<uint16_t>(kept));
+    store_shared(kept_at(query, key), static_cast<uint16_t>(kept));
   }
-  TXL_DEVICE uint32_t kept(int query, int key) const {
-    return load_shared<uint16_t>(at(query, kColumns) + static_cast<uint32_t>(key) * 2);
-  }
+  TXL_DEVICE uint32_t kept(int query, int key) const { return load_shared<uint16_t>(kept_at(query, key)); }
 
  private:
-  // Two columns are written at once, to an even number of words.
-  static TXL_DEVICE int odd(int query) { return kOdd ? query % 2 : 0; }
+  static TXL_DEVICE int odd(int query) { return query % 2; }
   TXL_DEVICE uint32_t at(int query, int column) const {
-    return address + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4;
+    if constexpr (kApart)
+      return address + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4;
+    else
+      return Rows{address}.at(query, column);
+  }
+  // Behind a query's columns; or behind all queries', even ones before odd ones, for lanes read every other
+  // one, with 32 bytes in between, for they write neighbours.
+  TXL_DEVICE uint32_t kept_at(int query, int key) const {
+    if constexpr (kApart)
+      return at(query, kColumns) + static_cast<uint32_t>(key) * 2;
+    else
+      return address + kKeptAt + static_cast<uint32_t>((query / 2 + query % 2 * (BM / 2 + 1)) * 32 + key * 2);
   }
 };
 
@@ -235,7 +251,7 @@ struct KeyBlock {
     commit_copies();
   }
   TXL_DEVICE void copy_rows_of_r(Tile<BM> to, int c) const {
-    copier.template copy<BM>(to, 0, r_rows, has_rows(p, c, BM), c,
+    copier.template copy<BM>(to, r_rows, has_rows(p, c, BM), c,
                              [&](int n) { return RowOf{p.r_row(c + n), true}; });
   }
   // f(where in the ring, the first row of r, not yet clamped) for each BM rows that the tile needs anew.
@@ -269,7 +285,7 @@ struct KeyBlock {
   }
 
   TXL_DEVICE void copy_queries(Tile<BM> to, const Copied& from, int i0) const {
-    copier.template copy<BM>(to, 0, from, i0 + BM <= mask.L, i0, [&](int n) { return mask.query(i0 + n); });
+    copier.template copy<BM>(to, from, i0 + BM <= mask.L, i0, [&](int n) { return mask.query(i0 + n); });
   }
 
   // Until what copy_position and copy_queries have started is there for all, and all are done with what they

@@ -30,9 +30,9 @@ struct QueryBlock {
   static constexpr int kChunks = (BM + BN - 1) / BN + 1,
                        kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
   static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
-  // In words. A multiple of 8, but not of 16: eight rows begin in four different groups of 8 banks, twice. Of
-  // elements of 16 bits, an odd number of 16 bytes. Warpgroups keep the columns of two tiles, or dS of three.
-  static constexpr int kBandPitch = kPanels && !kScores ? 3 * BN : (kPanels ? 2 * BN : kBand) + 8;
+  // In words, or elements of dS. Warpgroups keep the columns of two tiles, in rows that begin in banks of
+  // their own, or dS of three.
+  static constexpr int kBandPitch = !kPanels ? kBand : kScores ? 2 * BN + 8 : 3 * BN;
   static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
   // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
@@ -170,10 +170,10 @@ struct QueryBlock {
   }
 
   TXL_DEVICE void copy_keys(Tile<BN> to, const Copied& from, int j0) const {
-    copier.template copy<BN>(to, 0, from, mask.has_keys(j0, BN), j0, [&](int n) { return mask.key(j0 + n); });
+    copier.template copy<BN>(to, from, mask.has_keys(j0, BN), j0, [&](int n) { return mask.key(j0 + n); });
   }
   TXL_DEVICE void copy_positions(Tile<BN> to, int c) const {
-    copier.template copy<BN>(to, 0, r_rows, has_rows(p, c, BN), c,
+    copier.template copy<BN>(to, r_rows, has_rows(p, c, BN), c,
                              [&](int n) { return RowOf{p.r_row(c + n), true}; });
   }
 
@@ -226,9 +226,10 @@ struct QueryBlock {
 
   // ---- The band ----
 
-  // The warp's 16 rows of it.
-  TXL_DEVICE uint32_t own_band() const {
-    return base + kBandAt + static_cast<uint32_t>(opaque(warp())) * (kBandBytes / kWarps);
+  // The warp's 16 rows of it, or of its gradient.
+  using Band = MovedRows<std::conditional_t<kScores, float, E>, kBand>;
+  TXL_DEVICE Band own_band() const {
+    return {base + kBandAt + static_cast<uint32_t>(opaque(warp())) * (kBandBytes / kWarps)};
   }
 
   // score = (q + v) r^T, moved; query 1 is q + v.
@@ -241,38 +242,29 @@ struct QueryBlock {
     }
     float next[kKeyTiles][4] = {};
     add_query_product<1>(next, ring(), [&](int n) { return ring_row(j0, left + 16 + n); });
-    const uint32_t own = band_of_lane();
+    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
+    const uint32_t own = own_band().at(row, column);
     sync_warp();  // what the tile before has left here was read
-    for (int n = 0; n < 2; ++n) write_band(own + 32 * n, carry[n]);
+    for (int n = 0; n < 2; ++n) write_band(own + n * Band::kEight, carry[n]);
     TXL_UNROLL_GPU
-    for (int n = 0; n < kKeyTiles; ++n) write_band(own + 64 + 32 * n, next[n]);
+    for (int n = 0; n < kKeyTiles; ++n) write_band(own + (2 + n) * Band::kEight, next[n]);
     for (int n = 0; n < 2; ++n)
       for (int x = 0; x < 4; ++x) carry[n][x] = next[kKeyTiles - 2 + n][x];
-    read_band(own, [&](int n, int x, float band) { score[n][x] = band; });
-  }
-
-  // Where the lane's part of the first eight columns is.
-  TXL_DEVICE uint32_t band_of_lane() const {
-    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
-    return own_band() + static_cast<uint32_t>(row * kBandPitch + column) * 4;
-  }
-  // Two columns of the lane's queries.
-  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
-    store_shared(at, float2{x[0], x[1]});
-    store_shared(at + 8 * kBandPitch * 4, float2{x[2], x[3]});
-  }
-  // What the warp has written, moved, by put(n8 tile, element, number).
-  template <typename F>
-  static TXL_DEVICE void read_band(uint32_t own, F put) {
     sync_warp();
     // The lane's first query begins at its column 15 - row, the other one 8 before that.
-    const uint32_t first = own + static_cast<uint32_t>(15 - opaque(lane()) / 4) * 4;
+    const uint32_t first[2] = {own_band().at(row, 15 - row + column), own_band().at(row, 16 - row + column)};
     TXL_UNROLL_GPU
     for (int n = 0; n < kKeyTiles; ++n)
       for (int x = 0; x < 4; ++x) {
-        const int place = x / 2 * 8 * (kBandPitch - 1) + 8 * n + x % 2;
-        put(n, x, load_shared<float>(first + static_cast<uint32_t>(place) * 4));
+        const int place = x / 2 * (Band::kRowsBytes - Band::kEight) + n * Band::kEight;
+        score[n][x] = load_shared<float>(first[x % 2] + static_cast<uint32_t>(place));
       }
+  }
+
+  // Two columns of the lane's queries.
+  static TXL_DEVICE void write_band(uint32_t at, const float (&x)[4]) {
+    store_shared(at, float2{x[0], x[1]});
+    store_shared(at + Band::kRowsBytes, float2{x[2], x[3]});
   }
 };
 

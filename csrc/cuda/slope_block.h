@@ -61,13 +61,15 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
     sync_warp();  // the band was read
     store_carried();
     sync_warp();  // where both write, in the carried columns, dS is to stay
-    const uint32_t first = own_slope(15 - opaque(lane()) / 4);
+    const int moved = 15 - opaque(lane()) / 4;
+    const uint32_t first[2] = {own_slope(moved), own_slope(moved + 1)};
     TXL_UNROLL_GPU
     for (int m = 0; m < kSquares; ++m)
       for (int n = 0; n < 2; ++n)
         for (int y = 0; y < 2; ++y) {
-          const int place = y * 8 * (kSlopePitch - kBytes) + (16 * m + 8 * n) * kBytes;
-          store_apart(first + static_cast<uint32_t>(place), ds[m], n, y);
+          const auto place =
+              static_cast<uint32_t>(y * (Band::kRowsBytes - Band::kEight) + (2 * m + n) * Band::kEight);
+          store_apart(first[0] + place, first[1] + place, ds[m], n, y);
         }
     sync_warp();
     const int left = this->own_column();
@@ -82,9 +84,8 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
   }
 
  private:
-  // The gradient of the band lies where the band of scores would. Bytes, an odd number of 16; or of 32, which
-  // are read by pairs.
-  static constexpr int kBytes = sizeof(E), kSlopePitch = kBytes * Base::kBandPitch;
+  // The gradient of the band lies where the band of scores would.
+  using Band = typename Base::Band;
 
   const E* slopes;           // dS of the lane's first query, from its first key of 16 on
   Square<E> next[kSquares];  // of the tile to come
@@ -113,21 +114,21 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
         }
   }
 
-  // Where the band's gradient has what an accumulator holds of the lane's first query, of columns c to c + 7.
+  // Where the band's gradient has what an accumulator holds first of the lane's first query, of columns c to
+  // c + 7.
   TXL_DEVICE uint32_t own_slope(int c) const {
-    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2 + c;
-    return this->own_band() + static_cast<uint32_t>(row * kSlopePitch + column * kBytes);
+    return this->own_band().at(opaque(lane()) / 4, opaque(lane()) % 4 * 2 + c);
   }
 
-  // Two neighbours of n8 tile n, to an address that need not be a multiple of both.
-  static TXL_DEVICE void store_apart(uint32_t at, const Square<E>& a, int n, int y) {
+  // Two neighbours of n8 tile n.
+  static TXL_DEVICE void store_apart(uint32_t one, uint32_t other, const Square<E>& a, int n, int y) {
     if constexpr (is_half<E>) {
       const uint32_t pair = a.part[0].r[2 * n + y];
-      store_shared(at, static_cast<uint16_t>(pair));
-      store_shared(at + 2, static_cast<uint16_t>(pair >> 16));
+      store_shared(one, static_cast<uint16_t>(pair));
+      store_shared(other, static_cast<uint16_t>(pair >> 16));
     } else {
-      store_shared(at, a.part[n].r[y]);
-      store_shared(at + 4, a.part[n].r[y + 2]);
+      store_shared(one, a.part[n].r[y]);
+      store_shared(other, a.part[n].r[y + 2]);
     }
   }
 
@@ -136,7 +137,7 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
     TXL_UNROLL_GPU
     for (int n = 0; n < 2; ++n)
       for (int y = 0; y < 2; ++y) {
-        const uint32_t at = own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 8 * kBytes);
+        const uint32_t at = own + static_cast<uint32_t>(y * Band::kRowsBytes + n * Band::kEight);
         if constexpr (is_half<E>)
           store_shared(at, slope_carry.part[0].r[2 * n + y]);
         else
@@ -149,14 +150,14 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
     Square<E> a;
     if constexpr (is_half<E>) {
       const Corner corner = corner_a();
-      load_matrix_x4(a.part[0].r, this->own_band() + static_cast<uint32_t>(corner.row * kSlopePitch + 2 * c +
-                                                                           16 * corner.piece));
+      load_matrix_x4(a.part[0].r, this->own_band().at(corner.row, c + 8 * corner.piece));
     } else {
       const uint32_t own = own_slope(c);
       TXL_UNROLL_GPU
       for (int n = 0; n < 2; ++n)
         for (int y = 0; y < 2; ++y) {
-          const auto pair = load_shared<uint2>(own + static_cast<uint32_t>(y * 8 * kSlopePitch + n * 32));
+          const auto pair =
+              load_shared<uint2>(own + static_cast<uint32_t>(y * Band::kRowsBytes + n * Band::kEight));
           a.part[n].r[y] = pair.x, a.part[n].r[y + 2] = pair.y;
         }
     }

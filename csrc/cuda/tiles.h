@@ -179,16 +179,16 @@ struct Corner {
 };
 
 // Rows of kHead channels, one behind the other, of which eight neighbours, read at the same place, lie in
-// different banks: the pieces of 16 bytes have changed places, in rows that fill 128 bytes, and so all banks,
-// by the row's number, in others, of which two neighbours have different halves of the banks, in each 64
-// bytes by half of that. So 128 bytes that are copied together go to 128 bytes that begin at a multiple of
-// that, else to two such lines, one after the other.
+// different banks: the pieces of 16 bytes have changed places. Of row n they are moved by n % 8 in each 128
+// bytes, which are all banks. Where rows are an odd multiple of 64 bytes, neighbours begin in different
+// halves of the banks, and pieces are moved by n % 8 / 2 in each 64 bytes. Padding would do, too, but 128
+// bytes that are copied together would go to two lines of shared memory, one after the other.
 template <typename E, int kChannels>
 struct Rows {
   using Element = E;
   static constexpr int kHead = kChannels, kPeriod = 8;  // of rows, then pieces lie as before
   static constexpr uint32_t kRowBytes = kRow<E, kHead>, kSpan = kRowBytes % 128 == 0 ? 128 : 64;
-  static_assert(kRowBytes % kSpan == 0, "a piece's place in 64 bytes");
+  static_assert(kRowBytes % kSpan == 0, "rows of whole 64 bytes");
 
   uint32_t address;  // a multiple of 128
 
@@ -196,9 +196,9 @@ struct Rows {
     const uint32_t n = static_cast<uint32_t>(row), byte = static_cast<uint32_t>(channel) * sizeof(E);
     return address + n * kRowBytes + (byte ^ moved(n));
   }
-  // The lane's of 16 rows from `row` on, a multiple of kPeriod, by 32 bytes from `channel` on: what depends
-  // on the lane is the same for all rows, and for all channels kSpan bytes apart.
-  TXL_DEVICE uint32_t at(int row, int channel, Corner of_lane) const {
+  // The lane's of 16 rows from `row` on, a multiple of kPeriod, by 32 bytes from `channel` on, a multiple of
+  // 32 bytes: what depends on the lane is the same for all rows, and for all channels kSpan bytes apart.
+  TXL_DEVICE uint32_t corner(int row, int channel, Corner of_lane) const {
     const uint32_t n = static_cast<uint32_t>(of_lane.row), byte = static_cast<uint32_t>(channel) * sizeof(E);
     const uint32_t piece = static_cast<uint32_t>(of_lane.piece) * 16 ^ moved(n);
     return address + static_cast<uint32_t>(row) * kRowBytes + byte / kSpan * kSpan +
@@ -214,7 +214,26 @@ struct Rows {
   static TXL_DEVICE uint32_t moved(uint32_t n) { return (kSpan == 128 ? n % kPeriod : n % kPeriod / 2) * 16; }
 };
 
-// The same as wgmma reads it: panels of kRows rows of 128 bytes, one behind the other; in row n the pieces of
+// Rows of kColumns columns that are written as accumulators have them, or read so, and the other time moved,
+// each row by one column more: a band, or its gradient. Of eight rows and eight columns each row's lie side
+// by side, in banks that they share with no row, or, of float32, with one whose columns are at odd words when
+// these are at even ones. So a warp meets no bank twice, moved or not.
+template <typename E, int kColumns>
+struct MovedRows {
+  static_assert(kColumns % 8 == 0, "whole groups of columns");
+  // From eight columns to the next, and from eight rows.
+  static constexpr int kEight = 64 * static_cast<int>(sizeof(E)), kRowsBytes = kColumns / 8 * kEight;
+
+  uint32_t address;  // a multiple of 128
+
+  TXL_DEVICE uint32_t at(int row, int column) const {
+    const uint32_t n = static_cast<uint32_t>(row), c = static_cast<uint32_t>(column);
+    const uint32_t place = is_half<E> ? n % 8 : n % 8 ^ n % 8 / 4;
+    return address + n / 8 * kRowsBytes + c / 8 * kEight + (8 * place + c % 8) * sizeof(E);
+  }
+};
+
+// Rows as wgmma reads them: panels of kRows rows of 128 bytes, one behind the other; in row n the pieces of
 // 16 bytes have changed places, by n % 8, so that eight rows lie in different banks here too.
 template <typename E, int kChannels, int kRows>
 struct Panels {
@@ -233,7 +252,7 @@ struct Panels {
     return address + c / kChannelsOfPanel * kPanelBytes + n * 128 + (byte ^ n % 8 * 16);
   }
   // As of Rows.
-  TXL_DEVICE uint32_t at(int row, int channel, Corner of_lane) const {
+  TXL_DEVICE uint32_t corner(int row, int channel, Corner of_lane) const {
     const uint32_t n = static_cast<uint32_t>(of_lane.row), c = static_cast<uint32_t>(channel);
     const uint32_t piece = (static_cast<uint32_t>(of_lane.piece) ^ n % 8) * 16;
     return address + static_cast<uint32_t>(row) * 128 + c / kChannelsOfPanel * kPanelBytes +
@@ -286,7 +305,7 @@ TXL_DEVICE bool has_rows(const Problem& p, int c, int count) {
   return c >= 0 && c + count <= static_cast<int>(p.N);
 }
 
-// The largest power of 2 that is not above x.
+// The largest power of 2 that is not above x, which is at least 1.
 TXL_HD constexpr int power_of_2(int x) { return x < 2 ? 1 : 2 * power_of_2(x / 2); }
 
 // Copies rows of tensors into tiles. A thread has pieces of 16 bytes, all of a column, of every tile those at
@@ -299,6 +318,7 @@ struct Copier {
   static constexpr int kPieces = Tile::kHead / kPiece<E>;        // of a row
   static constexpr int kEvery = power_of_2(kThreads / kPieces);  // row is a thread's
   static_assert(kEvery % Tile::kPeriod == 0 || Tile::kPeriod % kEvery == 0, "no carry in Tile::below");
+  static_assert(kThreads >= kPieces, "a thread for each piece of a row");
 
   // A tensor's batch entry and head, and where the thread's column begins.
   struct Rows {
@@ -321,26 +341,26 @@ struct Copier {
     return {view, b, h, reinterpret_cast<const char*>(Source<E>(view, b, h, p).data + channel)};
   }
 
-  // Starts to copy kRows rows to those of a tile from to_row on. whole: they are the tensor's from `first`
+  // Starts to copy kRows rows to a tile. whole: they are the tensor's from `first`
   // on; else row n is what row_of(n), a RowOf, says. The channels from D on are zeros too. All threads of the
   // block take part.
   template <int kRows, typename F>
-  TXL_DEVICE void copy(Tile to, int to_row, const Rows& from, bool whole, int first, F row_of) const {
+  TXL_DEVICE void copy(Tile to, const Rows& from, bool whole, int first, F row_of) const {
     if constexpr (!kHeld) {
       const Copier<kThreads, Tile, true> now(p);
       const auto rows_now = now.rows(from.view, opaque(from.b), opaque(from.h));
-      return now.template copy<kRows>(to, to_row, rows_now, whole, first, row_of);
+      return now.template copy<kRows>(to, rows_now, whole, first, row_of);
     }
-    if (!from.view.wide) return copy_elements<kRows>(to, to_row, from, row_of);
+    if (!from.view.wide) return copy_elements<kRows>(to, from, row_of);
     if (whole)
-      copy_pieces<kRows>(to, to_row, from, [&](int n) { return RowOf{first + n, true}; });
+      copy_pieces<kRows>(to, from, [&](int n) { return RowOf{first + n, true}; });
     else
-      copy_pieces<kRows>(to, to_row, from, row_of);
+      copy_pieces<kRows>(to, from, row_of);
   }
 
  private:
   template <int kRows, typename F>
-  TXL_DEVICE void copy_pieces(Tile to, int to_row, const Rows& from, F row_of) const {
+  TXL_DEVICE void copy_pieces(Tile to, const Rows& from, F row_of) const {
     if (kEvery * kPieces < kThreads && row >= kEvery) return;
     const int row_bytes = static_cast<int>(from.view.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
@@ -348,21 +368,21 @@ struct Copier {
       if (kRows % kEvery != 0 && row + start >= kRows) break;
       // An address is one product of 32-bit numbers, and a sum.
       const RowOf y = row_of(row + start);
-      copy_async_16(to.below(place, to_row + start), from.column + int64_t{y.n} * row_bytes,
+      copy_async_16(to.below(place, start), from.column + int64_t{y.n} * row_bytes,
                     y.exists && channel < p.D);
     }
   }
 
   // Of rows that are no whole pieces.
   template <int kRows, typename F>
-  TXL_DEVICE void copy_elements(Tile to, int to_row, const Rows& from, F row_of) const {
+  TXL_DEVICE void copy_elements(Tile to, const Rows& from, F row_of) const {
     const Source<E> source(from.view, opaque(from.b), opaque(from.h), p);
     TXL_NO_UNROLL_GPU
     for (int x = opaque(thread_index()); x < kRows * Tile::kHead; x += kThreads) {
       const int n = x / Tile::kHead, d = x % Tile::kHead;
       const RowOf y = row_of(n);
       const bool valid = y.exists && d < p.D;
-      store_shared(to.at(to_row + n, d), valid ? load_global(source.data + y.n * source.row + d) : E{});
+      store_shared(to.at(n, d), valid ? load_global(source.data + y.n * source.row + d) : E{});
     }
   }
 };
@@ -371,7 +391,7 @@ struct Copier {
 template <int kThreads, int kRows, typename Tile, typename F>
 TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem& p, F row_of) {
   const Copier<kThreads, Tile> copier(p);
-  copier.template copy<kRows>(to, 0, copier.rows(from, b, h), false, 0, row_of);
+  copier.template copy<kRows>(to, copier.rows(from, b, h), false, 0, row_of);
 }
 
 // What was copied has arrived, and all threads are done with what they did before.
@@ -489,7 +509,7 @@ TXL_DEVICE Fragment load_fragment(Tile rows, int row, int d) {
   using E = typename Tile::Element;
   Fragment a;
   const Corner corner = corner_a();
-  load_matrix_x4(a.r, rows.at(row, kStep<E> * d, corner));
+  load_matrix_x4(a.r, rows.corner(row, kStep<E> * d, corner));
   return a;
 }
 
@@ -543,7 +563,7 @@ TXL_DEVICE void add_product(float (&acc)[kTiles][4], A a, Tile rows, F row_of) {
     }
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; n += 2) {
-      const uint32_t address = rows.at(row_of(n * 8), kStep<E> * d, corner);
+      const uint32_t address = rows.corner(row_of(n * 8), kStep<E> * d, corner);
       if (n + 1 < kTiles) {
         uint32_t b[4];
         load_matrix_x4(b, address);
@@ -636,7 +656,7 @@ struct SquareRows {
     SquareRows b;
     if constexpr (is_half<E>) {
       const Corner corner = corner_a(l);
-      load_matrix_x4_trans(b.part[0], rows.at(row, channel, corner));
+      load_matrix_x4_trans(b.part[0], rows.corner(row, channel, corner));
     } else {
       TXL_UNROLL_GPU
       for (int part = 0; part < 2; ++part)

@@ -45,7 +45,7 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
         group(kGroups == 1 ? 0 : uniform(warp() / 4)),
         own(i0 + 64 * group < problem.L ? key_tiles<64, BN>(problem, {mask.lo, mask.hi}, i0 + 64 * group)
                                         : KeyTiles{}),
-        band(this->band_of_lane()),
+        band(first_eight()),
         first_column(62 - query_of_row(warp() % 4 * 16 + lane() / 4) + lane() % 4 * 2) {}
 
   // Those of the warpgroup's own queries, not the block's.
@@ -181,6 +181,11 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   uint32_t parity = 0;         // of the mbarrier's phase that ends when the engine has
 
   TXL_DEVICE uint32_t mbarrier() const { return this->base + Base::kUsed; }
+
+  TXL_DEVICE uint32_t first_eight() const {
+    const int row = opaque(lane()) / 4, column = opaque(lane()) % 4 * 2;
+    return this->own_band().address + static_cast<uint32_t>(row * Base::kBandPitch + column) * 4;
+  }
 
   // Whether no tile before has left columns of the band.
   TXL_DEVICE bool is_first(int j0) const { return (j0 == own.begin) | this->is_far(j0 - BN); }
