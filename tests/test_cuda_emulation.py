@@ -125,7 +125,7 @@ def run_case(tmp_path_factory):
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("cuda_emulation") / "test_emulation"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{SOURCE.parent}"]
-    build = subprocess.run([COMPILER, *flags, SOURCE, "-o", program], capture_output=True, text=True)
+    build = subprocess.run([COMPILER, *flags, SOURCE, "-o", program, "-ldl"], capture_output=True, text=True)
     assert build.returncode == 0, build.stderr
 
     def run(case):

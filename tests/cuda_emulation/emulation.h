@@ -934,7 +934,7 @@ TXL_COLLECTIVE inline void load_matrix(uint32_t* r, uint32_t row_address) {
                              : trans    ? "load_matrix_x4_trans"
                                         : "load_matrix_x4";
   Matrices mine{row_address, r};
-  meet(op, &mine, [](Matrices** lane) {
+  meet(op, &mine, [](Matrices** lane) TXL_COLLECTIVE {
     const int first = machine->thread / 32 * 32;
     if (machine->launch->count_banks) count_matrices("read_matrix", count, lane);
     for (int i = 0; i < count; ++i) {
@@ -958,7 +958,7 @@ TXL_COLLECTIVE inline void store_matrix_x4_trans(uint32_t row_address, const uin
     uint32_t address;
     const uint32_t* r;
   } mine{row_address, r};
-  meet("store_matrix_x4_trans", &mine, [](Stored** lane) {
+  meet("store_matrix_x4_trans", &mine, [](Stored** lane) TXL_COLLECTIVE {
     const int first = machine->thread / 32 * 32;
     if (machine->launch->count_banks) count_matrices("write_matrix", 4, lane);
     for (int i = 0; i < 4; ++i)
