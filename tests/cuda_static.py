@@ -47,6 +47,8 @@ SPILLS = {64: 40, 96: 56, 128: 56, 256: 48}
 
 def may_spill(kernel: str) -> int:
     """Bytes per thread, none of them in near loops."""
+    if kernel.startswith("DqKernel<SlopeBlock<float, 64,"):
+        return 8  # 168 registers, so that a third block fits
     match = re.match(r"DkDvKernel<\w+<(?:b?f16|float), (\d+)[,>]", kernel)
     return SPILLS.get(int(match[1]), 0) if match else 0
 

@@ -141,12 +141,8 @@ def test_cuda_12_4_compiles_the_kernels(tmp_path, element, head, ptx):
         readable = subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True, check=True)
         spills = re.findall(r"entry<(.*?) ?>\(.*\n.*\n.* (\d+) bytes spill stores", readable.stdout)
         assert len(spills) == len(names)
-        # As test_cuda_static.py asks of nvcc's, but of three that fill all registers.
-        more = {
-            "DkDvKernel<WarpgroupKeyBlock<": 80,
-            "DqKernel<WarpgroupSlopeBlock<": 8,
-            "DqKernel<SlopeBlock<float, 64,": 4,
-        }
+        # As test_cuda_static.py asks of nvcc's, but of two that fill all registers.
+        more = {"DkDvKernel<WarpgroupKeyBlock<": 80, "DqKernel<WarpgroupSlopeBlock<": 8}
         for name, count in spills:
             kernel = short(name)
             allowed = next(

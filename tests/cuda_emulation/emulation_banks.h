@@ -4,9 +4,9 @@
 // Lanes run one after the other, so what they access at once is put together afterwards: between two places
 // where a warp meets, the n-th time that each lane comes to the same instruction. A GPU takes a warp's
 // accesses of up to 4 bytes together, of 8 bytes half a warp at a time, of 16 a quarter; a matrix of ldmatrix
-// or stmatrix is eight rows of 16 bytes. Not counted: what tensor cores and the copy engine access. Where lanes
-// leave out an access in some turns of a loop, those of different turns are put together, and may seem to
-// conflict.
+// or stmatrix is eight rows of 16 bytes. Not counted: what tensor cores and the copy engine access. Where
+// lanes leave out an access in some turns of a loop, those of different turns are put together, and may seem
+// to conflict.
 #pragma once
 
 #include <dlfcn.h>
