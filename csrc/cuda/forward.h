@@ -135,15 +135,16 @@ struct ForwardKernel : private Block {
                             [&](int n) { return mask.query(i0 + Block::query_of_row(n)); });
     commit_copies();
     using Numbers = Piece<E>;
-    constexpr int kPieces = kHead / Numbers::kChannels, kEvery = power_of_2(kThreads / kPieces);
-    const int row = thread_index() / kPieces, d = thread_index() % kPieces * Numbers::kChannels;
+    using Pieces = Copier<kThreads, decltype(query_rows(0))>;
+    const Pieces own(p);
+    const int d = own.channel;
     const auto u = Numbers::load(t.bias_u, 0, h, 0, d, p), v = Numbers::load(t.bias_v, 0, h, 0, d, p);
     wait_copies<0>();
     sync_threads();
     TXL_UNROLL_GPU
-    for (int n = 0; n < BM; n += kEvery) {
-      if (kEvery * kPieces < kThreads && row >= kEvery) break;  // a thread without a piece
-      const uint32_t at_u = query_rows(0).at(row + n, d), at_v = query_rows(1).at(row + n, d);
+    for (int n = 0; n < BM; n += Pieces::kEvery) {
+      if (!own.has_pieces()) break;
+      const uint32_t at_u = query_rows(0).at(own.row + n, d), at_v = query_rows(1).at(own.row + n, d);
       const auto q = Numbers::of(load_shared<uint4>(at_v));
       store_shared(at_u, q.plus(u, params.scale.sign));
       store_shared(at_v, q.plus(v, params.scale.sign));

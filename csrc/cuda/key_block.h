@@ -52,6 +52,9 @@ struct BandOfTile {
   static constexpr bool kApart = kGroup > 16;
   static constexpr int kPitch = kColumns + 13;
   using Rows = MovedRows<float, kColumns>;
+  // From eight columns to the next, and from eight queries.
+  static constexpr int kEight = kApart ? 32 : Rows::kEight,
+                       kRowsBytes = kApart ? 32 * kPitch : Rows::kRowsBytes;
   static constexpr uint32_t kKeptAt = BM * kColumns * 4;  // behind queries in order
   static constexpr uint32_t kBytes = kApart ? BM * kPitch * 4 : kKeptAt + (BM + 1) * 32;
 
@@ -62,7 +65,6 @@ struct BandOfTile {
   TXL_DEVICE void write(const float (&x)[kTiles][4], int query, int next, F column) const {
     // Opaque, or the compiler would not see that columns differ by constants.
     const uint32_t to[2] = {opaque(at(query, lane() % 4 * 2)), opaque(at(query + next, lane() % 4 * 2))};
-    constexpr int kEight = kApart ? 32 : Rows::kEight;  // from eight columns to the next
     TXL_UNROLL_GPU
     for (int n = 0; n < kTiles; ++n)
       for (int y = 0; y < 2; ++y)
@@ -73,15 +75,9 @@ struct BandOfTile {
   // What element x of n8 tile n starts from; own_key: the warp's first.
   TXL_DEVICE float read(int n, int x, int own_key) const {
     const int of_lane = lane() % 4 * 2, key = own_key + lane() / 4;
-    if constexpr (kApart) {
-      const int query = 8 * n + x % 2, column = kGroup - 1 - query % kGroup + x / 2 * 8;
-      const uint32_t from = at(of_lane, key - of_lane);
-      return load_shared<float>(from + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4);
-    } else {
-      const uint32_t from = at(of_lane + x % 2, 15 - of_lane - x % 2 + key);
-      const int place = n * Rows::kRowsBytes + (x / 2 - n % 2) * Rows::kEight;
-      return load_shared<float>(from + static_cast<uint32_t>(place));
-    }
+    const uint32_t from = at(of_lane + x % 2, kGroup - 1 - of_lane - x % 2 + key);
+    const int place = n * kRowsBytes + (x / 2 - n % (kGroup / 8)) * kEight;
+    return load_shared<float>(from + static_cast<uint32_t>(place));
   }
 
   // Which pairs dropout keeps: of a query 16 bits for each of 16 neighbouring keys.
@@ -91,10 +87,9 @@ struct BandOfTile {
   TXL_DEVICE uint32_t kept(int query, int key) const { return load_shared<uint16_t>(kept_at(query, key)); }
 
  private:
-  static TXL_DEVICE int odd(int query) { return query % 2; }
   TXL_DEVICE uint32_t at(int query, int column) const {
     if constexpr (kApart)
-      return address + static_cast<uint32_t>(query * kPitch + odd(query) + column) * 4;
+      return address + static_cast<uint32_t>(query * kPitch + query % 2 + column) * 4;
     else
       return Rows{address}.at(query, column);
   }

@@ -316,7 +316,7 @@ template <int kThreads, typename Tile, bool kHeld = kRow<typename Tile::Element,
 struct Copier {
   using E = typename Tile::Element;
   static constexpr int kPieces = Tile::kHead / kPiece<E>;        // of a row
-  static constexpr int kEvery = power_of_2(kThreads / kPieces);  // row is a thread's
+  static constexpr int kEvery = power_of_2(kThreads / kPieces);  // row that a thread has
   static_assert(kEvery % Tile::kPeriod == 0 || Tile::kPeriod % kEvery == 0, "no carry in Tile::below");
   static_assert(kThreads >= kPieces, "a thread for each piece of a row");
 
@@ -337,13 +337,14 @@ struct Copier {
     place = Tile{0}.at(row, channel);
   }
 
+  TXL_DEVICE bool has_pieces() const { return kEvery * kPieces == kThreads || row < kEvery; }
+
   TXL_DEVICE Rows rows(const View& view, int b, int h) const {
     return {view, b, h, reinterpret_cast<const char*>(Source<E>(view, b, h, p).data + channel)};
   }
 
-  // Starts to copy kRows rows to a tile. whole: they are the tensor's from `first`
-  // on; else row n is what row_of(n), a RowOf, says. The channels from D on are zeros too. All threads of the
-  // block take part.
+  // Starts to copy kRows rows to a tile. whole: they are the tensor's from `first` on; else row n is what
+  // row_of(n), a RowOf, says. The channels from D on are zeros too. All threads of the block take part.
   template <int kRows, typename F>
   TXL_DEVICE void copy(Tile to, const Rows& from, bool whole, int first, F row_of) const {
     if constexpr (!kHeld) {
@@ -361,7 +362,7 @@ struct Copier {
  private:
   template <int kRows, typename F>
   TXL_DEVICE void copy_pieces(Tile to, const Rows& from, F row_of) const {
-    if (kEvery * kPieces < kThreads && row >= kEvery) return;
+    if (!has_pieces()) return;
     const int row_bytes = static_cast<int>(from.view.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
     for (int start = 0; start < kRows; start += kEvery) {
