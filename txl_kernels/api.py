@@ -139,7 +139,8 @@ def rel_attention(
 
     NaN and infinity in q, k, v, r and the biases reach the queries that see them, and no others.
 
-    Gradients flow to q, k, v, r, bias_u and bias_v; a frozen r saves a tenth of the time of training.
+    Gradients flow to q, k, v, r, bias_u and bias_v; where r is frozen, training on a CPU takes a tenth less.
+    Results and gradients are the same bits every time (of "triton" with one choice of tiles: docs/usage.md).
     There is no double backward, no forward-mode differentiation and no torch.func.grad (backend "reference"
     has all three). torch.vmap makes one call per entry. Under autocast, tensors other than float64 are first
     cast to its dtype. If B, H or L is 0, the results are empty. Import txl_kernels before loading an
@@ -150,10 +151,10 @@ def rel_attention(
             the CPU; float32, bfloat16 or float16 on a GPU. Strides are free, but this tensor, like the
             others, is copied if its last dimension is not contiguous.
         k, v: keys and values of memory followed by segment, [B, H, K, D] with K >= L.
-        r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1. Any N is right: with
-            fewer rows than distances those beyond share the first row (or the last), so a row that was
-            forgotten is no error. All distances have rows of their own with N = K if causal, and with
-            N = K + L - 1 if not.
+        r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1. All distances have rows
+            of their own with N = K if causal, and with N = K + L - 1 if not. With fewer rows the distances
+            beyond share the first row (or the last): that is clamp_len, and so rows that were forgotten are
+            no error, such as r of causal attention with causal=False.
         bias_u, bias_v: the paper's u (content bias) and v (position bias), [H, D]. None: zeros.
         causal: a query sees no key after its own position.
         window_size: (left, right): how many keys before and after its own position a query may see; -1: all.
