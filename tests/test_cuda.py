@@ -83,6 +83,9 @@ CASES = [
     dict(D=48, L=250, K=300, N=100, causal=False, r_zero=30, window_size=(120, 70)),
     dict(D=64, L=200, K=560, N=120, B=2, key_range=((40, 500), (0, 300))),
     dict(D=128, L=193, K=500, N=600, causal=False, r_zero=200, window_size=(150, 60)),
+    # Between a warpgroup's first whole tile of queries and tiles of the last row of r there are masked ones.
+    dict(D=64, L=256, K=256, N=65, causal=False, r_zero=64, window_size=(-1, 196)),
+    dict(D=128, L=450, K=450, N=129, causal=False, r_zero=64, window_size=(256, 256)),
     dict(D=100, L=130, K=450, dropout_p=0.3, dropout_seed=7),
     dict(D=128, L=200, K=600),
     # Less than a tile.

@@ -55,7 +55,7 @@ struct DkDvKernel : private Block {
         add_queries<false, false>(i0);
       } else {
         // Nearly all tiles, in a loop of their own, but for the first: else sums would change registers.
-        const int end = this->end_of_near();
+        const int end = this->end_of_near(i0);
         add_queries<false, false>(i0);
         while (i0 + BM < end) {
           i0 += BM;

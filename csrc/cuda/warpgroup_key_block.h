@@ -45,7 +45,10 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   TXL_DEVICE bool is_hidden(int i0) const { return (i0 < own.begin) | (i0 >= own.end); }
   TXL_DEVICE bool is_masked(int i0) const { return (i0 < own.far_last) | (i0 >= own.all_hi); }
 
-  TXL_DEVICE int end_of_near() const { return smaller(this->tiles.far_first, own.all_hi); }
+  // Up to where the block has no far tile, behind i0, which is none.
+  TXL_DEVICE int end_of_near(int i0) const {
+    return smaller(i0 < this->tiles.near ? this->tiles.far_last : this->tiles.far_first, own.all_hi);
+  }
 
   TXL_DEVICE void begin_copies() {
     make_mbarriers(of_position(), 2, first_warp);
