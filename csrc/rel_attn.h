@@ -20,13 +20,11 @@ namespace txl {
 enum class DType { f32, f64, bf16, f16 };
 
 // A tensor [B, H, rows, D] whose last dimension is contiguous; strides in elements.
-// `r` and the biases have no batch (stride 0).
+// `r` and the biases have no batch (stride 0). Of GPUs' tensors all rows begin at whole pieces of 16 bytes,
+// and an int holds how many bytes are from one to the next (torch_binding.h).
 struct View {
   void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
-  // Of GPUs' tensors: all rows are whole pieces of 16 bytes, and an int holds how many bytes are from one to
-  // the next.
-  bool wide = false;
 
   template <typename T>
   TXL_HD T* at(int64_t b, int64_t h, int64_t i) const {
@@ -94,12 +92,10 @@ struct Forward {
   void* lse;
 };
 
-// Pointers of a backward call. du, dv_bias: [H, D] contiguous. dr, du, dv_bias: null data where they are not
-// wanted.
-struct Backward {
-  View q, k, v, r, bias_u, bias_v, out, dout;
-  const void* lse;
-  View dq, dk, dv, dr, du, dv_bias;
+// Pointers of a backward call: forward's, and [H, D] du and dv_bias. dr, du, dv_bias: null data where they
+// are not wanted.
+struct Backward : Forward {
+  View dout, dq, dk, dv, dr, du, dv_bias;
 };
 
 }  // namespace txl

@@ -68,7 +68,7 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
   const txl::Backward tensors =
-      of.backward(dout, of.forward(q, k, v, r, bias_u, bias_v, out, lse), dq, dk, dv, dr, du, dv_bias);
+      of.backward(dout, q, k, v, r, bias_u, bias_v, out, lse, dq, dk, dv, dr, du, dv_bias);
   txl::cpu_backward(dtype_of(q), p, tensors, torch_pool());
 }
 
@@ -144,6 +144,7 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
   constexpr size_t kWeights = 12;
   STD_TORCH_CHECK(r.size() == keys_values.size() && weights.size() == kWeights * keys_values.size(),
                   "a layer has one r and 12 weights");
+  STD_TORCH_CHECK(!keys_values.empty(), "there must be a layer");
   STD_TORCH_CHECK(h.dim() == 3 && h.size(1) <= txl::kDecodeRows, "h must be of few tokens");
   void *const first = dense(h, h, h.numel(), "h"), *const last = dense(out, h, h.numel(), "out");
   const int32_t* range = nullptr;

@@ -21,6 +21,8 @@ using Tensors = txl::Tensors<txl::emulation::Memory>;
 using Tensors = txl::Tensors<txl::AnyMemory>;
 #endif
 
+constexpr int64_t kPiece = 16;  // bytes, that kernels load and store at once
+
 txl::DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
     case ScalarType::BFloat16:
@@ -43,18 +45,20 @@ void check(int error, const char* op) {
 void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u, OptionalTensor bias_v,
                   OptionalTensor key_range, OptionalTensor dropout_seed, bool causal, int64_t window_left,
                   int64_t window_right, int64_t r_zero, double scale, double dropout_p, Tensor out,
-                  Tensor lse, OptionalTensor parts, int64_t splits, bool warpgroups, bool pdl,
-                  int64_t stream) {
-  Tensors of(q, k, r);
+                  Tensor lse, int64_t splits, bool warpgroups, bool pdl, int64_t stream) {
+  Tensors of(q, k, r, kPiece);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
   const txl::Forward t = of.forward(q, k, v, r, bias_u, bias_v, out, lse);
-  STD_TORCH_CHECK(splits == 1 || (splits > 1 && parts), "parts are where splits are joined");
-  check(txl::cuda::forward(
-            dtype_of(q), p, t,
-            {static_cast<int>(splits), of.array<float>(parts, splits * p.B * p.H * p.L * (p.D + 2), "parts"),
-             warpgroups, pdl, reinterpret_cast<void*>(stream)}),
+  STD_TORCH_CHECK(1 <= splits && splits <= p.K, "splits have keys");
+  OptionalTensor parts;
+  const int64_t floats = splits * p.B * p.H * p.L * (p.D + 2);
+  if (splits > 1) parts = torch::stable::new_empty(q, {floats}, ScalarType::Float);
+  check(txl::cuda::forward(dtype_of(q), p, t,
+                           {static_cast<int>(splits), of.array<float>(parts, floats, "parts"), warpgroups,
+                            pdl, reinterpret_cast<void*>(stream)}),
         "forward");
+  of.finish();
 }
 
 void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
@@ -63,17 +67,18 @@ void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Optional
                    double scale, double dropout_p, Tensor dq, Tensor dk, Tensor dv, OptionalTensor dr,
                    OptionalTensor du, OptionalTensor dv_bias, int64_t budget, bool warpgroups,
                    int64_t stream) {
-  Tensors of(q, k, r);
+  Tensors of(q, k, r, kPiece);
   const txl::Problem p =
       of.problem(key_range, dropout_seed, causal, window_left, window_right, r_zero, scale, dropout_p);
   const txl::Backward t =
-      of.backward(dout, of.forward(q, k, v, r, bias_u, bias_v, out, lse), dq, dk, dv, dr, du, dv_bias);
+      of.backward(dout, q, k, v, r, bias_u, bias_v, out, lse, dq, dk, dv, dr, du, dv_bias);
   const int64_t floats = txl::cuda::backward_workspace(dtype_of(q), p, t, budget);
   Tensor workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);
   check(txl::cuda::backward(dtype_of(q), p, t,
                             {budget, of.array<float>(workspace, floats, "workspace"), warpgroups,
                              reinterpret_cast<void*>(stream)}),
         "backward");
+  of.finish();
 }
 
 std::string cuda_targets() { return txl::cuda::targets(); }
@@ -82,8 +87,7 @@ std::string cuda_targets() { return txl::cuda::targets(); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(txl_kernels, m) {
   m.def("cuda_forward(" TXL_INPUTS ", " TXL_OPTIONS
-        ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? parts, int splits, bool warpgroups, bool pdl"
-        ", int stream) -> ()");
+        ", Tensor(a!) out, Tensor(b!) lse, int splits, bool warpgroups, bool pdl, int stream) -> ()");
   m.def("cuda_backward(Tensor dout, " TXL_INPUTS ", Tensor out, Tensor lse, " TXL_OPTIONS ", " TXL_GRADIENTS
         ", int budget, bool warpgroups, int stream) -> ()");
   m.def("cuda_targets() -> str");

@@ -146,13 +146,12 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         splits = gpu.key_splits(inputs, _AT_ONCE, _SPLIT_KEYS, step)
     else:
         splits = gpu.key_splits(inputs)
-    parts = q.new_empty(splits, B * H * L * (D + 2), dtype=torch.float32) if splits > 1 else None
     warpgroups = WARPGROUPS and has_warpgroups(q.device)
     # The kernel that joins splits would be in the way of those that wait.
     pdl = warpgroups and B * H * splits <= _AT_ONCE * gpu.processors(q.device)
     with gpu.current(q.device):
         torch.ops.txl_kernels.cuda_forward.default(
-            *inputs.prepared(), *options, out, lse, parts, splits, warpgroups, pdl, _stream(q.device)
+            *inputs.prepared(), *options, out, lse, splits, warpgroups, pdl, _stream(q.device)
         )
     return out, lse
 

@@ -68,23 +68,17 @@ struct WeightedRows {
     const Source<E> source(x, b, h, p);
     const E* const from = source.data + first * source.row + sums.channel;
     if (!sums.has) count = 0;
-    if (source.wide) {
-      for (int n = share; n < count; n += kAtOnce * kShares) {
-        uint4 row[kAtOnce];
-        TXL_UNROLL_GPU
-        for (int m = 0; m < kAtOnce; ++m) {
-          // The last one again, beyond it.
-          const int at = smaller(n + m * kShares, count - 1);
-          row[m] = load_global(reinterpret_cast<const uint4*>(from + int64_t{at} * source.row));
-        }
-        TXL_UNROLL_GPU
-        for (int m = 0; m < kAtOnce; ++m)
-          if (n + m * kShares < count) sums.add_row(n + m * kShares, Numbers::of(row[m]));
+    for (int n = share; n < count; n += kAtOnce * kShares) {
+      uint4 row[kAtOnce];
+      TXL_UNROLL_GPU
+      for (int m = 0; m < kAtOnce; ++m) {
+        // The last one again, beyond it.
+        const int at = smaller(n + m * kShares, count - 1);
+        row[m] = load_global(reinterpret_cast<const uint4*>(from + int64_t{at} * source.row));
       }
-    } else {
-      TXL_NO_UNROLL_GPU
-      for (int n = share; n < count; n += kShares)
-        sums.add_row(n, Numbers::load(x, b, h, first + n, sums.channel, p));
+      TXL_UNROLL_GPU
+      for (int m = 0; m < kAtOnce; ++m)
+        if (n + m * kShares < count) sums.add_row(n + m * kShares, Numbers::of(row[m]));
     }
     sums.put_all(p, scratch, put);
   }

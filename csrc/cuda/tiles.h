@@ -290,14 +290,12 @@ struct Source {
   const E* data;
   int64_t row;
   int D;
-  bool wide;
 
   // b and h as numbers without a sign: their products with strides of 64 bits are shorter.
   TXL_DEVICE Source(const View& view, int b, int h, const Problem& p)
       : data(view.at<const E>(static_cast<uint32_t>(b), static_cast<uint32_t>(h), 0)),
         row(view.row),
-        D(static_cast<int>(p.D)),
-        wide(view.wide) {}
+        D(static_cast<int>(p.D)) {}
 };
 
 // Whether none of `count` rows of r from c on is clamped.
@@ -352,7 +350,6 @@ struct Copier {
       const auto rows_now = now.rows(from.view, opaque(from.b), opaque(from.h));
       return now.template copy<kRows>(to, rows_now, whole, first, row_of);
     }
-    if (!from.view.wide) return copy_elements<kRows>(to, from, row_of);
     if (whole)
       copy_pieces<kRows>(to, from, [&](int n) { return RowOf{first + n, true}; });
     else
@@ -371,19 +368,6 @@ struct Copier {
       const RowOf y = row_of(row + start);
       copy_async_16(to.below(place, start), from.column + int64_t{y.n} * row_bytes,
                     y.exists && channel < p.D);
-    }
-  }
-
-  // Of rows that are no whole pieces.
-  template <int kRows, typename F>
-  TXL_DEVICE void copy_elements(Tile to, const Rows& from, F row_of) const {
-    const Source<E> source(from.view, opaque(from.b), opaque(from.h), p);
-    TXL_NO_UNROLL_GPU
-    for (int x = opaque(thread_index()); x < kRows * Tile::kHead; x += kThreads) {
-      const int n = x / Tile::kHead, d = x % Tile::kHead;
-      const RowOf y = row_of(n);
-      const bool valid = y.exists && d < p.D;
-      store_shared(to.at(n, d), valid ? load_global(source.data + y.n * source.row + d) : E{});
     }
   }
 };
@@ -409,15 +393,9 @@ struct Piece {
 
   // Zeros beyond D, and if there is no such tensor.
   static TXL_DEVICE Piece load(const View& view, int b, int h, int64_t i, int channel, const Problem& p) {
-    Piece y{};
-    if (!view.data || channel >= p.D) return y;
+    if (!view.data || channel >= p.D) return {};
     const Source<E> source(view, b, h, p);
-    const E* from = source.data + i * source.row + channel;
-    if (source.wide) return of(load_global(reinterpret_cast<const uint4*>(from)));
-    TXL_UNROLL_GPU
-    for (int n = 0; n < kChannels; ++n)
-      if (channel + n < p.D) y.x[n] = to_float(load_global(from + n));
-    return y;
+    return of(load_global(reinterpret_cast<const uint4*>(source.data + i * source.row + channel)));
   }
 
   static TXL_DEVICE Piece of(uint4 stored) {
@@ -449,22 +427,13 @@ TXL_DEVICE void write_rows(Rows<E, kHead> from, int count, const Source<E>& to, 
                            F row_of) {
   const int exist = static_cast<int>(smaller<int64_t>(count, end - first));
   E* const data = const_cast<E*>(to.data) + first * to.row;
-  if (to.wide) {
-    constexpr int kPieces = kHead / kPiece<E>;
-    TXL_NO_UNROLL_GPU
-    for (int place = thread_index(); place < count * kPieces; place += kThreads) {
-      const int n = place / kPieces, channel = place % kPieces * kPiece<E>, y = row_of(n);
-      if (y < exist && channel < to.D)
-        store_global(reinterpret_cast<uint4*>(data + y * to.row + channel),
-                     load_shared<uint4>(from.at(n, channel)));
-    }
-  } else {
-    TXL_NO_UNROLL_GPU
-    for (int place = thread_index(); place < count * kHead; place += kThreads) {
-      const int n = place / kHead, channel = place % kHead, y = row_of(n);
-      if (y < exist && channel < to.D)
-        store_global(data + y * to.row + channel, load_shared<E>(from.at(n, channel)));
-    }
+  constexpr int kPieces = kHead / kPiece<E>;
+  TXL_NO_UNROLL_GPU
+  for (int place = thread_index(); place < count * kPieces; place += kThreads) {
+    const int n = place / kPieces, channel = place % kPieces * kPiece<E>, y = row_of(n);
+    if (y < exist && channel < to.D)
+      store_global(reinterpret_cast<uint4*>(data + y * to.row + channel),
+                   load_shared<uint4>(from.at(n, channel)));
   }
 }
 template <int kHead, int kThreads, typename E>

@@ -32,7 +32,7 @@ int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, vo
                                 params.heads_together};
   const BoxedSizes k = sizes_of<E>(x.t.k, p, p.B, p.K), v = sizes_of<E>(x.t.v, p, p.B, p.K),
                    r = sizes_of<E>(x.t.r, p, 1, p.N);
-  x.t.boxes = x.t.k.wide && x.t.v.wide && x.t.r.wide && has_boxes(k) && has_boxes(v) && has_boxes(r);
+  x.t.boxes = has_boxes(k) && has_boxes(v) && has_boxes(r);
   if (x.t.boxes) {
     int error = bind_context();
     if (!error) error = make_tensor_map(x.t.k_map, x.t.k.data, k);
@@ -53,8 +53,8 @@ template <typename E, int kHead, bool kDropout>
 bool WarpgroupBackward<E, kHead, kDropout>::serves(const BackwardParams& params) {
   const Problem& p = params.p;
   const Backward& t = params.t;
-  return t.k.wide && t.r.wide && t.dout.wide && has_boxes(sizes_of<E>(t.k, p, p.B, p.K)) &&
-         has_boxes(sizes_of<E>(t.r, p, 1, p.N)) && has_boxes(sizes_of<E>(t.dout, p, p.B, p.L));
+  return has_boxes(sizes_of<E>(t.k, p, p.B, p.K)) && has_boxes(sizes_of<E>(t.r, p, 1, p.N)) &&
+         has_boxes(sizes_of<E>(t.dout, p, p.B, p.L));
 }
 template <typename E, int kHead, bool kDropout>
 int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, void* stream) {
@@ -62,7 +62,7 @@ int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, v
   const View &q_u = params.w.q_u, &q_v = params.w.q_v;
   const int64_t heads = p.B * p.H;
   // Its heads one after the other; of each every eighth row, then the next ones.
-  const View apart{q_v.data, q_v.head, q_v.row, 8 * q_v.row, true};
+  const View apart{q_v.data, q_v.head, q_v.row, 8 * q_v.row};
   BoxedSizes of_apart = sizes_of<E>(apart, heads, 8, div_up(p.L, 8), q_v.row);
   of_apart.rows = of_apart.heads = 8;
   using Block = WarpgroupKeyBlock<E, kHead>;

@@ -80,14 +80,14 @@ struct Chunks {
 };
 
 // What the kernels pass on, in this order. q + u and q + v are rounded as the operands of a product must be,
-// their sign is turned if scale is negative, and rows are filled up with zeros to a multiple of 16 bytes.
+// their sign is turned if scale is negative.
 struct Workspace {
   static constexpr int kKeys = 32, kRows = 64, kQueries = 64;  // no block has fewer of each
 
   Chunks chunks;
   void* slopes;         // dS of a chunk, [batches, heads, rows, columns]: rows of the problem's element
   Statistics* queries;  // [B, H, L]
-  View q_u, q_v;        // [B, H, L, row], row: D, filled up to whole pieces
+  View q_u, q_v;        // [B, H, L, D]
   // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. A chunk's
   // parts [batches, heads, blocks of queries, 2, D + 1] and their sums [heads, 2, D + 1]; none if no pair is
   // clamped.
@@ -118,10 +118,9 @@ struct Workspace {
     whole_dr = t.dr.data && splits == 1 && !chunks.cuts_heads(p);
     const int64_t rows = div_up(smaller(chunks.queries, p.L), Chunk::kRows) * Chunk::kRows;
     slopes = take(chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
-    const int64_t row = div_up(p.D, 8) * 8;
     const auto take_queries = [&] {
       const int64_t count = heads * p.L + 7;  // a box of eight may end behind the last
-      return View{take(count * row * element_bytes / 4), p.H * p.L * row, p.L * row, row, true};
+      return View{take(count * p.D * element_bytes / 4), p.H * p.L * p.D, p.L * p.D, p.D};
     };
     queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
     q_u = take_queries(), q_v = take_queries();
@@ -158,7 +157,7 @@ struct BackwardParams {
   // The same as a tensor [chunk.batches, chunk.heads, chunk.rows(), w.chunks.columns].
   View slopes_view() const {
     const int64_t of_head = chunk.rows() * w.chunks.columns;
-    return {w.slopes, chunk.heads * of_head, of_head, w.chunks.columns, true};
+    return {w.slopes, chunk.heads * of_head, of_head, w.chunks.columns};
   }
 };
 
