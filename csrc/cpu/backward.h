@@ -196,13 +196,16 @@ class BackwardKernel {
   }
 
  private:
-  static constexpr int64_t kTasks = 32, kFewTasks = 8, kTasksPerThread = 4, kReduceRows = 256;
-  static constexpr int64_t kShareBlocks = 4, kShareBytes = 16 << 20;
+  static constexpr int64_t kTasks = 64, kFewTasks = 8, kTasksPerThread = 4, kReduceRows = 256;
+  // Sums of dk and dv may take so much, or, for machines of many cores, twice as much as dk and dv.
+  static constexpr int64_t kShareBlocks = 4, kShareBytes = 16 << 20, kShares = 2;
+  static constexpr int64_t kTaskBytes = 64 << 20;  // and those of dr
   static constexpr int64_t kTaskPairs = 1 << 14;  // of a query and a key: few would not be worth packing r
 
   // Into how many tasks the batch entries of one head are split.
   int64_t batch_shares() const {
-    return max(1, min(min(p_.B, (kTasks + p_.H - 1) / p_.H), p_.B * p_.L * p_.K / kTaskPairs));
+    const int64_t tasks = min(kTasks, kTaskBytes / (static_cast<int64_t>(sizeof(T)) * rest_elements()));
+    return max(1, min(min(p_.B, (tasks + p_.H - 1) / p_.H), p_.B * p_.L * p_.K / kTaskPairs));
   }
 
   // Into how many shares the queries of one batch entry are split, each with sums of its own. It depends on
@@ -215,7 +218,7 @@ class BackwardKernel {
     const auto shares_for = [&](int64_t tasks) { return (tasks + units - 1) / units; };
     // To sum up many small ones takes a good part of their time, so only few of these.
     const int64_t wanted = max(min(shares_for(kTasks), blocks_ / kShareBlocks), shares_for(kFewTasks));
-    return max(1, min(min(wanted, blocks_), kShareBytes / pair_bytes));
+    return max(1, min(min(wanted, blocks_), max(kShareBytes / pair_bytes, kShares)));
   }
 
   int64_t keys_elements(int64_t keys) const { return 2 * keys * columns_; }

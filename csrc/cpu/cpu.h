@@ -29,7 +29,7 @@ struct Norm {
   double eps;
 };
 
-constexpr int kDecodeRows = 8;  // queries of a decode call at most; beyond about this many, packing pays
+constexpr int kDecodeRows = 8;  // the most queries that decode has room for: a layer's tokens
 
 // A layer of Transformer-XL that reads B x L tokens h [B, L, width] of `problem`: attention to k and v, whose
 // last L rows it fills with those of h, then feed-forward. q and out of `attention`, x, out and rows of the

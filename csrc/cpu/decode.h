@@ -7,7 +7,12 @@
 
 namespace txl::TXL_LEVEL {
 
-TXL_INLINE bool decodes(const Problem& p) { return p.L <= kDecodeRows; }
+// Queries are taken one by one here: beyond a few packing is worth it, and sooner where pairs are multiplied
+// (measured). Where heads are few the keys must be shared out, which nothing else does.
+template <class C>
+TXL_INLINE bool decodes(const Problem& p) {
+  return p.L <= (p.B * p.H < 8 ? kDecodeRows : C::per_elem > 1 ? 3 : 5);
+}
 
 template <class S>
 class DecodeKernel {
@@ -18,7 +23,6 @@ class DecodeKernel {
 
   struct Query {
     T *u, *v;  // (q + bias_u) and (q + bias_v) in log2 units, padded with zeros
-    T far[2];  // (q + bias_v) . r at the two ends of r
     Range keys;
     T m = -static_cast<T>(INFINITY), l = 0;
   };
@@ -63,11 +67,6 @@ class DecodeKernel {
     for (int64_t d = 0; d < p_.D; ++d) {
       q.u[d] = (to_float(row[d]) + bias(t_.bias_u, h, d)) * factor;
       q.v[d] = (to_float(row[d]) + bias(t_.bias_v, h, d)) * factor;
-    }
-    for (int side = 0; side < 2; ++side) {
-      const S* r = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
-      q.far[side] = 0;
-      for (int64_t d = 0; d < p_.D; ++d) q.far[side] += q.v[d] * to_float(r[d]);
     }
     q.keys = p_.keys_of_query(p_.keys_of_batch(b), i);
     return q;
@@ -178,10 +177,9 @@ class DecodeKernel {
 
   // s[x] = score of key lo + x; -inf in the lanes behind the last key.
   void score_keys(int64_t b, int64_t h, int64_t i, Range keys, const Query& q, T* s) const {
-    // Keys whose position term is the same for all, left and right of those that have a row of r each.
-    const Range near = {min(max(keys.lo, p_.key(i, 0) + 1), keys.hi),
-                        max(min(keys.hi, p_.key(i, p_.N - 1)), keys.lo)};
-    const int64_t left_end = near.lo, right_start = max(near.hi, near.lo);
+    // Left and right of the keys that have a row of r each, the position term is the same for all.
+    const int64_t left_end = min(max(keys.lo, p_.key(i, 0)), keys.hi),
+                  right_start = max(min(keys.hi, p_.key(i, p_.N)), left_end);
     const S* k = t_.k.at<S>(b, h, 0);
     const S* r = t_.r.at<S>(0, h, 0);
     const S* v = t_.v.at<S>(b, h, keys.lo);
@@ -208,9 +206,17 @@ class DecodeKernel {
         }
       }
     };
-    dot(keys.lo, left_end, Size<0>{}, q.far[0]);
+    if (keys.lo < left_end) dot(keys.lo, left_end, Size<0>{}, position_term(q, r));
     dot(left_end, right_start, Size<1>{}, T{});
-    dot(right_start, keys.hi, Size<0>{}, q.far[1]);
+    if (right_start < keys.hi)
+      dot(right_start, keys.hi, Size<0>{}, position_term(q, r + (p_.N - 1) * t_.r.row));
+  }
+
+  // (q + bias_v) . r of one row of r.
+  T position_term(const Query& q, const S* r) const {
+    Vec<T> sum = {};
+    for (int64_t d = 0; d < columns_; d += W) sum += load(q.v + d) * load_left(r + d, p_.D - d);
+    return horizontal_sum<T>(sum);
   }
 
   // Scores of `count` keys, at most a vector of them, in each of kRuns places.

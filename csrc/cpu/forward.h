@@ -102,7 +102,7 @@ class ForwardKernel {
       visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
       visit(s.softmax.base, kBlockRows), visit(s.softmax.limit, kBlockRows);
     };
-    const int64_t threads = pool_.threads, units = p_.B * p_.H;
+    const int64_t units = p_.B * p_.H, threads = min(pool_.threads, units * blocks_);
     Array<Unit> unit(min(threads, units));
     Array<Scratch> scratch(threads);
     Arena arena(static_cast<size_t>(unit.size()) * Arena::record_bytes<Unit>(unit_arrays) +
@@ -125,7 +125,7 @@ class ForwardKernel {
       // The later blocks of a segment see more keys: heaviest first.
       for (int64_t x; (x = of.begun.fetch_add(1)) < blocks_;) run_block(*of.unit, blocks_ - 1 - x, s);
     };
-    parallel_items(pool_, min(threads, units * blocks_), [&](int64_t, int thread) {
+    parallel_items(pool_, threads, [&](int64_t, int thread) {
       Unit* own = nullptr;
       for (int64_t item; (item = next_unit.fetch_add(1)) < units;) {
         if (!own) own = &unit[next_place.fetch_add(1)];

@@ -54,7 +54,7 @@ bool suits(const Problem& p) {
 }
 
 void forward(const Problem& p, const Forward& t, const Pool& pool) {
-  if (decodes(p))
+  if (decodes<Case::Compute>(p))
     DecodeKernel<Case::Stored>(p, t, pool).run();
   else
     ForwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
@@ -62,7 +62,7 @@ void forward(const Problem& p, const Forward& t, const Pool& pool) {
 
 bool backward(const Problem& p, const Backward& t, const Pool& pool) {
   // Decode scores in float; pairs, which round q, would not find its probabilities again.
-  if (decodes(p) && Case::Compute::per_elem > 1) return false;
+  if (decodes<Case::Compute>(p) && Case::Compute::per_elem > 1) return false;
   return BackwardKernel<Case::Compute, Case::Stored>(p, t, pool).run();
 }
 

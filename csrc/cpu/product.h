@@ -189,18 +189,14 @@ struct Store {
   }
 };
 
+// ahead: what is brought near meanwhile, a line every kSteps; or null.
 template <class C, int kM, int kFrom, int kTo, class Pitch, class F>
 __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitch lda, int64_t depth,
-                                                 const typename C::Elem* panel,
+                                                 const typename C::Elem* panel, const char* ahead,
                                                  const Start<typename C::Acc>& start, int64_t m0, F finish) {
   using T = typename C::Acc;
   Vec<T> acc[kM][kVectors] = {};
-  // The first groups of rows fetch the panel behind this one, each some of it: the next to be used, mostly.
-  const auto* next = reinterpret_cast<const char*>(panel + kPanel<C> * depth);
-  const int64_t group = m0 / kM;
-  const bool fetches = group * kLineBytes < kPanel<C> * static_cast<int64_t>(sizeof(*panel)) * kSteps;
-  multiply<C, A::rows, kFrom, kTo>(acc, a, lda, panel, kPanel<C>, depth,
-                                   fetches ? next + group * (depth / kSteps) * kLineBytes : nullptr);
+  multiply<C, A::rows, kFrom, kTo>(acc, a, lda, panel, kPanel<C>, depth, ahead);
   // Added last: products need not wait for it.
   if (start.data) {
     TXL_UNROLL
@@ -249,21 +245,29 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda
                                   finish.pitch, panel + depth * kPanelPitch<C>);
   } else {
     const int64_t piece = piece_of(depth);
+    // The first groups of rows bring the panel behind this one, each some of it: the next to be used, mostly.
+    const auto *next = reinterpret_cast<const char*>(panel + kPanel<C> * depth),
+               *end = next + kPanel<C> * depth * static_cast<int64_t>(sizeof(*panel));
     in_groups<kRows>(rows, [&](int64_t m, auto km) {
       constexpr int kM = decltype(km)::value;
+      const char* const ahead = next + m / kM * (depth / kSteps) * kLineBytes;
       const typename C::Elem* row = a + m * lda;
       Start<T> from = start;
       if (start.data) from.data += m * start.row_step;
       T sums[kM * kPanel<C>];
       const auto multiplied = [&](auto first, auto last, int64_t steps) {
         constexpr int kFrom = decltype(first)::value, kTo = decltype(last)::value;
+        const auto part = [&](int64_t k, int64_t count, int64_t m0, auto then) {
+          const char* const lines = ahead + k / kSteps * kLineBytes;
+          panel_tile<C, kM, kFrom, kTo>(row + k, lda, count, panel + k * kPanel<C>,
+                                        lines < end ? lines : nullptr, from, m0, then);
+        };
         int64_t k = 0;
         for (; steps - k > piece; k += piece) {
-          panel_tile<C, kM, kFrom, kTo>(row + k, lda, piece, panel + k * kPanel<C>, from, 0,
-                                        Store<T>{sums, kPanel<C>});
+          part(k, piece, 0, Store<T>{sums, kPanel<C>});
           from = {sums, kPanel<C>, kLanes<T>};
         }
-        panel_tile<C, kM, kFrom, kTo>(row + k, lda, steps - k, panel + k * kPanel<C>, from, m, finish);
+        part(k, steps - k, m, finish);
       };
       // A group needs both halves of the panel, one, or none.
       constexpr int kHalf = kVectors / 2, kHalfColumns = kHalf * kLanes<T>;
