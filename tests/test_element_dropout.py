@@ -156,3 +156,20 @@ def test_forward_mode(grad: bool) -> None:
         out = dropout(forward_ad.make_dual(x, torch.full_like(x, 3.0)), 0.5)
         y, tangent = forward_ad.unpack_dual(out)
     torch.testing.assert_close(tangent, torch.where(y != 0, 6.0, 0.0))
+
+
+@both
+def test_transforms(relu):
+    """Of torch.func and forward mode: torch's own, as they see no kernels."""
+    x, expected = torch.randn(3, 40), torch.tensor([0.0, 2.0])
+
+    def loss(row):
+        return dropout(row, 0.5, relu).sum()
+
+    with torch.no_grad():
+        gradient = torch.func.grad(loss)(x)
+        rows = torch.vmap(torch.func.grad(loss), randomness="different")(x)
+        _, tangent = torch.func.jvp(lambda x: dropout(x, 0.5, relu), (x,), (torch.ones_like(x),))
+    for got in (gradient, rows, tangent):
+        assert torch.isin(got, expected).all() and 0 < (got > 0).sum() < 120
+        assert not relu or (got[x < 0] == 0).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import helpers
 import pytest
 import torch
@@ -16,9 +18,14 @@ from txl_kernels.linear import FEW_ROWS
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
 
 
+MODULE = sys.modules[linear.__module__]
+LARGE = MODULE._LARGE
+
+
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """Counts the calls of the kernel."""
+    """Counts the calls of the kernel, which here has small weights, too."""
+    monkeypatch.setattr(MODULE, "_LARGE", 0)
     calls = []
     op = torch.ops.txl_kernels.cpu_linear.default
 
@@ -39,6 +46,13 @@ def kernel_calls(monkeypatch):
 def test_equals_float64(rows, outputs, depth, dtype, kernel_calls):
     helpers.check_linear(rows, outputs, depth, dtype)
     assert len(kernel_calls) == 2
+
+
+@pytest.mark.parametrize("outputs, calls", [(127, 0), (128, 2)])
+def test_small_weights_are_torchs(outputs, calls, kernel_calls, monkeypatch):
+    monkeypatch.setattr(MODULE, "_LARGE", LARGE)
+    helpers.check_linear(1, outputs, 1024, torch.float32)
+    assert len(kernel_calls) == calls
 
 
 def test_large_weights_are_shared_out_and_repeat_to_the_bit(threads, kernel_calls):
@@ -71,14 +85,14 @@ def test_strides_and_shapes(kernel_calls):
 
 
 @pytest.mark.parametrize("depth, outputs", [(1, 1), (16, 7), (41, 131), (512, 64)])
-@pytest.mark.parametrize("rows", [FEW_ROWS + 1, 33])
+@pytest.mark.parametrize("rows", [FEW_ROWS + 1, 32, 33])
 @pytest.mark.parametrize("dtype", cpu.DTYPES)
 def test_many_rows(rows, outputs, depth, dtype, kernel_calls):
     helpers.check_linear(rows, outputs, depth, dtype)
     assert not kernel_calls
 
 
-@pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 16), (16, 9), (1, 1, 16)])
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 16), (2, 16, 16), (16, 9), (1, 1, 16)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("outputs", [7, 40])
@@ -113,6 +127,29 @@ def test_gradients_of_some_and_of_a_sum():
         wanted.requires_grad_(False)
         assert [t.grad is not None for t in (x, weight, bias)].count(True) == 1
         wanted.grad = None
+
+
+def test_weights_without_outputs():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(0, 8, requires_grad=True)
+    linear(x, weight).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(6, 8)) and weight.grad.shape == (0, 8)
+
+
+def test_texts_of_all_lengths_are_few_sizes_to_onednn(monkeypatch):
+    """Each takes a megabyte or two for good."""
+    op, sizes = torch.ops.mkldnn._linear_pointwise.default, set()
+
+    class Counted:
+        @staticmethod
+        def default(x, *args):
+            sizes.add(x.shape)
+            return op(x, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", Counted)
+    weight = torch.randn(9, 8, requires_grad=True)
+    for rows in range(5, 1029):
+        linear(torch.randn(rows, 8, requires_grad=True), weight).sum().backward()
+    assert bool(sizes) == MODULE._ONEDNN and len(sizes) <= 3 * 32
 
 
 def test_second_gradients():

@@ -27,20 +27,22 @@ _DENSE = (Tensor, torch.nn.Parameter)
 _LIBRARY = Path(__file__).with_name("libtxl_cpu.so")
 _MEND = "build it with `pip install -e .` in the source tree (needs a C++ compiler)"
 
-_forward_op: Any = None  # once the library is loaded
+_forward_op: Any = None  # once the library is loaded, and has a level that runs here
 
 
 def unavailable() -> str | None:
     """Why the backend cannot run on this machine, and the mend; None if it can. Loads the library, once."""
     global _forward_op
-    reason = None if _forward_op is not None else load_library(_LIBRARY, "C++", _MEND)
+    if _forward_op is not None:
+        return None
+    reason = load_library(_LIBRARY, "C++", _MEND)
     if reason is not None:
         return reason
-    _forward_op = torch.ops.txl_kernels.cpu_forward.default
     try:
         torch.ops.txl_kernels.cpu_level()
     except RuntimeError as error:  # TXL_CPU_LEVEL asks for one that is not there
         return str(error)
+    _forward_op = torch.ops.txl_kernels.cpu_forward.default
     return None
 
 

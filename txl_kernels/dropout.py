@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from txl_kernels import cpu, philox
@@ -35,7 +36,11 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
     if _served(x, p):
         dropped: Tensor = _Dropout.apply(x, p, relu, philox.seed_tensor(None, x.device).item())
         return dropped
-    return _ReluDropout.apply(x, p) if relu else F.dropout(x, p)
+    if not relu:
+        return F.dropout(x, p)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return F.dropout(x.relu(), p)  # they take no Function of ours
+    return _ReluDropout.apply(x, p)
 
 
 def _served(x: Tensor, p: float) -> bool:

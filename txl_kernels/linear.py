@@ -11,15 +11,17 @@ from torch import Tensor
 from txl_kernels import cpu
 
 FEW_ROWS = 4  # beyond these torch's product of matrices is as fast, in bfloat16
+_LARGE = 2**19  # bytes of weights below which torch's is as fast
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, faster on a CPU: in float32, and for up to four rows without gradients.
 
-    Up to four rows, as in generation, the weights' way from memory is all that counts, and torch takes them
-    through one core: a C++ kernel takes them through all. In float32 torch asks MKL for products, and on an
-    AMD Zen 4 oneDNN, which torch ships as well, is 1.1 to 1.7 times as fast. Under autocast, `torch.compile`
-    or on other devices this is torch's own function.
+    Up to four rows, as in generation, the way of large weights from memory is all that counts, and torch takes
+    them through one core: a C++ kernel takes them through all. In float32 torch asks MKL for products, and on
+    an AMD Zen 4 oneDNN, which torch ships as well, is 1.1 to 1.7 times as fast: it has the numbers of rows that
+    are multiples of 16, beyond 256 of 64. Under autocast, `torch.compile` or on other devices this is torch's
+    own function.
 
     Args:
         x: [..., depth], float32, float64 or bfloat16.
@@ -53,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         return (
             linear(dy, weight.t()) if for_x else None,
             _of_weight(rows, x.reshape(len(rows), x.shape[-1])) if for_weight else None,
@@ -63,21 +65,31 @@ class _Linear(torch.autograd.Function):
 
 def _of_weight(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T x. Both transposed, which MKL minds least; oneDNN copies dy, and wins where dy is the smaller."""
-    return linear(dy.t(), x.t()) if x.shape[1] > dy.shape[1] else dy.t() @ x
+    if x.shape[1] > dy.shape[1] and _is_usual(len(x)):
+        return linear(dy.t(), x.t())
+    return dy.t() @ x
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN takes it for that
-    if x.numel() <= FEW_ROWS * x.shape[-1] and weight.stride(1) == 1 and cpu.unavailable() is None:
+    rows = x.shape[:-1].numel()
+    large = weight.numel() * weight.itemsize >= _LARGE
+    if rows <= FEW_ROWS and large and weight.stride(1) == 1 and cpu.unavailable() is None:
         out = x.new_empty(*x.shape[:-1], len(weight))
         torch.ops.txl_kernels.cpu_linear.default(x.contiguous(), weight, bias, out)
         return out
-    if _ONEDNN and x.dtype is torch.float32:
+    if _ONEDNN and x.dtype is torch.float32 and _is_usual(rows):
         return torch.ops.mkldnn._linear_pointwise.default(x, _apart(weight), bias, "none", [], "")
     # In bfloat16 with AMX oneDNN reads rows to the next multiple of 32 and multiplies what it finds there by
     # 0: memory of others, which may hold NaN, if rows are apart.
     return F.linear(x.contiguous() if x.dtype is torch.bfloat16 else x, weight, bias)
+
+
+def _is_usual(rows: int) -> bool:
+    """Whether oneDNN may have them. It keeps what it makes for a number of rows, 1 or 2 MB each of up to 1,024,
+    and texts of all lengths would fill that."""
+    return rows % (16 if rows <= 256 else 64) == 0
 
 
 def _apart(weight: Tensor) -> Tensor:
