@@ -36,8 +36,8 @@ def use_rel_attention(model: nn.Module) -> int:
 
     What the fused operation cannot do is refused with a ValueError when the model is called (with a
     RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
-    (attention in chunks, XLNet's perm_mask, which its generate() always has, or padding between its memory
-    and its segment); of XLNet, token_type_ids and output_attentions=True; masks of FlexAttention.
+    (attention in chunks, XLNet's perm_mask but for generate()'s, or padding between its memory and its
+    segment); of XLNet, token_type_ids and output_attentions=True; masks of FlexAttention.
 
     Args:
         model: a model, or a part of one, on any device.
@@ -75,6 +75,10 @@ def use_rel_attention(model: nn.Module) -> int:
                 f"model: the {method} of a {name} has been replaced already (by accelerate's "
                 "hooks, say), and would go on calling the one before: use_rel_attention comes first"
             )
+    for module in model.modules():
+        is_xlnet = any(base.__name__ == "XLNetModel" for base in type(module).__mro__)
+        if is_xlnet and _refuse_perm_mask not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_refuse_perm_mask, with_kwargs=True)
     key_ranges = _KeyRanges()  # one for all layers: they are given the same mask
     for layer in layers:
         layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
@@ -163,8 +167,7 @@ class _KeyRanges:
 
 _OTHER_MASK = (
     "attention_mask: the fused attention knows padding before and behind a sequence's keys (memory "
-    "included), the same for all queries; this mask hides other keys (so does a perm_mask, as XLNet's "
-    "generate makes)"
+    "included), the same for all queries; this mask hides other keys (so do most perm_masks of XLNet)"
 )
 
 
@@ -197,6 +200,23 @@ def _read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
 def _read_fastspeech2_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: not 0 where a key exists, [B, 1, K]."""
     return mask[:, 0] != 0, mask.new_ones((), dtype=torch.bool)
+
+
+def _refuse_perm_mask(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Of XLNet: what it hides from others a token may itself see, which to a layer looks like padding's."""
+    given = dict(
+        zip(("input_ids", "attention_mask", "mems", "perm_mask", "target_mapping"), args, strict=False)
+    )
+    given.update(kwargs)
+    if given.get("perm_mask") is not None and given.get("target_mapping") is None:
+        raise ValueError(
+            "perm_mask: the fused attention has it only beside a target_mapping, for which hidden tokens' own "
+            "results do not matter"
+        )
 
 
 def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:

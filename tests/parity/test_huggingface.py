@@ -320,18 +320,29 @@ def test_xlnets_second_stream_with_padding():
         ours(tokens(), target_mapping=asked, perm_mask=torch.eye(T).expand(B, T, T))
 
 
+def test_xlnet_generates():
+    """Its last token is a dummy that perm_mask hides from all, and target_mapping asks for."""
+    torch.manual_seed(0)
+    model = transformers.XLNetLMHeadModel(prepared(xlnet)[0].config).eval()
+    ours = copy.deepcopy(model)
+    use_rel_attention(ours)
+    expected, got = (m.generate(tokens()[:, :5], max_new_tokens=4, do_sample=False) for m in (model, ours))
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
         ({"token_type_ids": torch.zeros(B, T, dtype=torch.long)}, "token_type_ids"),
         ({"output_attentions": True}, "output_attentions"),
-        ({"perm_mask": torch.ones(B, T, T, dtype=torch.float64).triu()}, "attention_mask: .* padding"),
+        ({"perm_mask": torch.ones(B, T, T, dtype=torch.float64).triu()}, "perm_mask: .* target_mapping"),
+        ({"perm_mask": torch.eye(T)[-1].expand(B, T, T)}, "perm_mask: .* target_mapping"),
         (
             {"attention_mask": padded(dtype=torch.float64).flip(1), "mems": [speech().transpose(0, 1)] * 2},
             "attention_mask: .* padding",
         ),
     ],
-    ids=["segments", "attention weights", "permutation", "padding behind memory"],
+    ids=["segments", "attention weights", "permutation", "last token", "padding behind memory"],
 )
 def test_xlnet_refuses(given, message):
     model, _ = prepared(xlnet)
