@@ -203,7 +203,7 @@ float16's kernels are bfloat16's with other names of instructions.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
   Forward's are its block of queries and that: `ForwardBlock` (warps, and whether the next kernel may begin
   early) or, for sm_90a,
-  `WarpgroupBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
+  `WarpgroupQueryBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
   whether keys are held) or `WarpgroupKeyBlock`; dq's: `SlopeBlock` (keys) or `WarpgroupSlopeBlock`; and
   dr's: `RowBlock` (queries) or `WarpgroupRowBlock`.
 """

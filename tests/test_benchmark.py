@@ -690,7 +690,7 @@ def test_cuda_by_warpgroups(on, monkeypatch, tmp_path):
     problem = Problem(20, 40, heads=2, d_head=64, dtype="bfloat16")
     before = cuda.WARPGROUPS
     rivals.by_warpgroups(on).build(problem)[0](*problem.inputs())
-    assert ("WarpgroupBlock" in (tmp_path / "trace").read_text()) == on
+    assert ("WarpgroupQueryBlock" in (tmp_path / "trace").read_text()) == on
     assert before == cuda.WARPGROUPS
 
 

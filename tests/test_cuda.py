@@ -127,7 +127,7 @@ def test_by_warpgroups(case, dtype, monkeypatch, tmp_path):
     check_case(case, dtype, backward=backward)
     ran = (tmp_path / "trace").read_text().splitlines()
     blocks = [line for line in ran if "ForwardKernel" in line or "DkDvKernel" in line]
-    assert sum("WarpgroupBlock" in line for line in blocks) == forward
+    assert sum("WarpgroupQueryBlock" in line for line in blocks) == forward
     assert sum("WarpgroupKeyBlock" in line for line in blocks) == backward
     for block in ("WarpgroupSlopeBlock", "WarpgroupRowBlock"):
         assert sum(block in line for line in ran) == backward
@@ -269,8 +269,8 @@ def test_what_is_compiled_for(monkeypatch, asked, targets):
         (16, 4, 0, "ForwardBlock<txl::cuda::bf16, 64, 1, false>"),
         (16, 3, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
         (70, 2, 0.2, "ForwardBlock<txl::cuda::bf16, 64, 4, false>"),
-        (16, 3, 0.2, "WarpgroupBlock"),
-        (70, 2, 0.2, "WarpgroupBlock"),
+        (16, 3, 0.2, "WarpgroupQueryBlock"),
+        (70, 2, 0.2, "WarpgroupQueryBlock"),
     ],
 )
 def test_keys_shared_out(monkeypatch, tmp_path, L, splits, dropout_p, block):

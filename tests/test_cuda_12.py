@@ -71,7 +71,7 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
     if ptx != cuda_build.PTX:
         of_class = f"<{element}, {head}>"
         return [
-            *(f"ForwardKernel<WarpgroupBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
+            *(f"ForwardKernel<WarpgroupQueryBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
             *(f"DkDvKernel<WarpgroupKeyBlock{of_class}, {dropout}>" for dropout in ("false", "true")),
             f"DqKernel<WarpgroupSlopeBlock{of_class}>",
             f"DrKernel<WarpgroupRowBlock{of_class}>",

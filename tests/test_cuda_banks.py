@@ -78,7 +78,7 @@ def test_conflicts(monkeypatch, tmp_path):
     assert seen == set(CONFLICTS), "no such conflict any more"
     for block in ("ForwardBlock", "KeyBlock", "SlopeBlock", "RowBlock"):  # "Warpgroup..." too
         assert sum(f"<{block}<" in kernel for kernel in kernels) >= 7, block
-    for block in ("WarpgroupBlock", "WarpgroupKeyBlock", "WarpgroupSlopeBlock", "WarpgroupRowBlock"):
+    for block in ("WarpgroupQueryBlock", "WarpgroupKeyBlock", "WarpgroupSlopeBlock", "WarpgroupRowBlock"):
         assert sum(f"<{block}<" in kernel for kernel in kernels) >= 2, block
 
 

@@ -36,7 +36,7 @@ def assert_sound(report: static.Report) -> None:
         short, dropout = report.head <= 64, report.kernel.endswith("true>")
         block = re.search(r"Warpgroup\w+", report.kernel)[0]
         expected = {
-            "WarpgroupBlock": 4 if dropout else 7,
+            "WarpgroupQueryBlock": 4 if dropout else 7,
             "WarpgroupKeyBlock": 7 if not short else 4 if dropout else 3,
             "WarpgroupSlopeBlock": 2,
             "WarpgroupRowBlock": 1,
@@ -47,7 +47,7 @@ def assert_sound(report: static.Report) -> None:
         # Of keys, values and r; of queries three times, and r; of keys and r; of queries. And not told by
         # every thread in turn.
         least = {
-            "WarpgroupBlock": 3,
+            "WarpgroupQueryBlock": 3,
             "WarpgroupKeyBlock": 4 if short else 0,
             "WarpgroupSlopeBlock": 2,
             "WarpgroupRowBlock": 1,

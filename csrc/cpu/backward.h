@@ -150,7 +150,7 @@ class BackwardKernel {
         band_columns_(band_.panels * kWidth),
         batch_shares_(batch_shares()),
         shares_(query_shares()),
-        together_(shares_ == 1 || p_.H * batch_shares_ >= kTasksPerThread * pool_.threads) {}
+        together_(shares_ == 1 || p_.H * batch_shares_ >= pool_.threads * least_units()) {}
 
   bool run() {
     const int64_t parts = together_ ? 1 : shares_, tasks = p_.H * batch_shares_ * parts;
@@ -200,7 +200,7 @@ class BackwardKernel {
   // Sums of dk and dv may take so much, or, for machines of many cores, twice as much as dk and dv.
   static constexpr int64_t kShareBlocks = 4, kShareBytes = 16 << 20, kShares = 2;
   static constexpr int64_t kTaskBytes = 64 << 20;  // and those of dr
-  static constexpr int64_t kTaskPairs = 1 << 14;  // of a query and a key: few would not be worth packing r
+  static constexpr int64_t kTaskPairs = 1 << 14;   // of a query and a key: few would not be worth packing r
 
   // Into how many tasks the batch entries of one head are split.
   int64_t batch_shares() const {
@@ -213,13 +213,17 @@ class BackwardKernel {
   // all shares (which packs the keys once, and needs the memory of two shares per thread) or each its own.
   int64_t query_shares() const {
     if (batch_shares_ < p_.B) return 1;  // enough tasks, or too little work for more
-    const int64_t pair_bytes = static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements(keys_);
     const int64_t units = p_.H * batch_shares_;
     const auto shares_for = [&](int64_t tasks) { return (tasks + units - 1) / units; };
     // To sum up many small ones takes a good part of their time, so only few of these.
     const int64_t wanted = max(min(shares_for(kTasks), blocks_ / kShareBlocks), shares_for(kFewTasks));
-    return max(1, min(min(wanted, blocks_), max(kShareBytes / pair_bytes, kShares)));
+    return max(1, min(min(wanted, blocks_), max(kShareBytes / pair_bytes(), kShares)));
   }
+  // From how many heads (and shares of the batch) to a thread on one task takes all shares. Where they take
+  // more memory than kShareBytes, each is a task of its own only if threads would have none.
+  int64_t least_units() const { return shares_ * pair_bytes() > kShareBytes ? 1 : kTasksPerThread; }
+  // All of dk and dv.
+  int64_t pair_bytes() const { return static_cast<int64_t>(sizeof(T)) * p_.B * p_.H * keys_elements(keys_); }
 
   int64_t keys_elements(int64_t keys) const { return 2 * keys * columns_; }
   int64_t rest_elements() const { return (band_columns_ + 4) * columns_; }

@@ -7,6 +7,7 @@
 //   for each chunk:
 //     DkDvKernel   a block of keys, over queries        dS, dk, dv, parts of du
 //     DqKernel     a block of queries, over keys        dq, and what clamped pairs add to the ends of dr
+//     SumKernel    where pairs are clamped              the sum of that
 //     DrKernel     a block of rows of r, over queries   dr, parts of v's gradient
 //   SumKernel                                           sums of the parts
 #pragma once
@@ -29,19 +30,18 @@ template <typename E, int kHead, bool kDropout>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
-  static constexpr int kKeys = kWide ? 32 : 64, kQueries = 64, kRows = 64;
-  using Keys = KeyBlock<E, kHead, kKeys, (kNarrow && is_half<E> ? kKeys : 32), 4, kNarrow>;
+  using Keys = KeyBlock<E, kHead, (kWide ? 32 : 64), (kNarrow && is_half<E> ? 64 : 32), 4, kNarrow>;
   using DkDv = DkDvKernel<Keys, kDropout>;
   // float32, split into two, leaves fewer registers.
   using Dq = DqKernel<SlopeBlock<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>>;
   using Dr = DrKernel<RowBlock<E, kHead, (kWide ? 32 : 64)>>;
+  static constexpr int kKeys = DkDv::BN, kQueries = Dq::BM, kRows = Dr::BN;
   static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
                           Dr::kSharedBytes <= 99 * 1024),
                 "every GPU has it");
   static_assert(Dq::kSharedBytes <= 163 * 1024 && DkDv::kSharedBytes <= 163 * 1024 &&
                     Dr::kSharedBytes <= 163 * 1024,
                 "sm_80 has it; txl_kernels/cuda.py refuses GPUs that have less");
-  static_assert(DkDv::BN == kKeys && Dq::BM == kQueries && Dr::BN == kRows, "as said");
 
   static int dk_dv(const BackwardParams& params, void* stream) { return launch_part<DkDv>(params, stream); }
   static int dq(const BackwardParams& params, void* stream) { return launch_part<Dq>(params, stream); }
@@ -89,21 +89,17 @@ int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const Backw
                         {}};
   const Workspace& w = params.w;
   int error = 0;
-  const auto start = [&](auto kernel, const auto& x, uint32_t shared_bytes) {
-    using Kernel = typename decltype(kernel)::type;
-    if (!error) error = launch<Kernel>(Kernel::blocks(x), shared_bytes, x, stream);
-  };
   const auto sum = [&](auto kernel, const float* parts, int64_t outer, int64_t heads, int64_t inner,
                        int64_t width, int64_t D, const View& to, double factor) {
     const SumParams x{parts, outer, heads, inner, width, D, to, static_cast<float>(factor)};
-    start(kernel, x, decltype(kernel)::type::kSharedBytes);
+    if (!error) error = launch_part<typename decltype(kernel)::type>(x, stream);
   };
   // Of many parts, and of the few that dr may have.
-  using Sum = Type<SumKernel<E, 8>>;
+  using SumMany = Type<SumKernel<E, 8>>;
   using SumFew = Type<SumKernel<E, 128>>;
   const auto run = [&](auto kernels) {
     using Of = typename decltype(kernels)::type;
-    start(Type<PrepareKernel<E, kHead>>{}, params, 0);
+    error = launch_part<PrepareKernel<E, kHead>>(params, stream);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;
       if (!error) error = Of::dk_dv(params, stream);
@@ -114,9 +110,9 @@ int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const Backw
             width, View{w.clamped, 0, width, 0}, 1);
       if (!error && w.by_rows) error = Of::dr(params, stream);
     });
-    if (t.du.data) sum(Sum{}, w.du_parts, p.B, p.H, div_up(p.K, Of::kKeys), p.D, p.D, t.du, p.scale);
+    if (t.du.data) sum(SumMany{}, w.du_parts, p.B, p.H, div_up(p.K, Of::kKeys), p.D, p.D, t.du, p.scale);
     if (t.dv_bias.data)
-      sum(Sum{}, w.dv_bias_parts, w.splits, p.H, div_up(p.N, Of::kRows), p.D, p.D, t.dv_bias, p.scale);
+      sum(SumMany{}, w.dv_bias_parts, w.splits, p.H, div_up(p.N, Of::kRows), p.D, p.D, t.dv_bias, p.scale);
     if (w.dr_parts) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
   const auto choose = [&](auto dropout) {

@@ -48,7 +48,7 @@ TXL_DEVICE void put_rows(Rows<E, kHead> to, int row, int channel, const float (&
                     acc[d][2 * y + 1] * factor);
 }
 
-// put(d, the sum of rows `first` to first + count - 1 of x, each by its weight, at channel d). Weights:
+// put(d, the sum of `count` rows, each by its weight, at channel d). Weights:
 // floats in shared memory; scratch: WeightedRows::kBytes there. What is not finite counts as 0. All threads
 // of the block take part: each has 16 bytes of every kShares-th row.
 template <typename E, int kHead, int kThreads>
@@ -85,12 +85,12 @@ struct WeightedRows {
 
   // Of a tile in shared memory. When put is called, all have read it.
   template <typename Tile, typename F>
-  static TXL_DEVICE void add(Tile rows, const Problem& p, int first, int count, uint32_t weights,
-                             uint32_t scratch, F put) {
+  static TXL_DEVICE void add(Tile rows, const Problem& p, int count, uint32_t weights, uint32_t scratch,
+                             F put) {
     WeightedRows sums(p, weights);
     if (!sums.has) count = 0;
     for (int n = sums.share; n < count; n += kShares)
-      sums.add_row(n, Numbers::of(load_shared<uint4>(rows.at(first + n, sums.channel))));
+      sums.add_row(n, Numbers::of(load_shared<uint4>(rows.at(n, sums.channel))));
     sums.put_all(p, scratch, put);
   }
 

@@ -25,7 +25,7 @@ struct DkDvKernel : private Block {
   using Block::is_far, Block::is_masked, Block::is_hidden, Block::band, Block::statistics,
       Block::lse_and_delta;
   using Block::own_key, Block::own_channel, Block::base;
-  using Block::params, Block::p, Block::t, Block::b, Block::h, Block::j0, Block::mask, Block::tiles;
+  using Block::params, Block::p, Block::t, Block::b, Block::h, Block::j0, Block::mask, Block::bounds;
 
   float dk[kOwnTiles][4], dv[kOwnTiles][4];
   float ds_sum[4];  // of the lane's keys, over the queries; by warpgroups over the lane's
@@ -38,12 +38,12 @@ struct DkDvKernel : private Block {
         const auto pair = load_own(reinterpret_cast<const float2*>(from));
         x = pair.x, y = pair.y;
       });
-    if (tiles.begin < tiles.end) {
+    if (bounds.begin < bounds.end) {
       this->begin_copies();
       this->load_keys();
-      this->copy_position(tiles.begin);
+      this->copy_position(bounds.begin);
     }
-    for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
+    for (int i0 = bounds.begin; i0 < bounds.end; i0 += BM) {
       start_tile<false>(i0);
       if (is_hidden(i0)) {
         continue;
@@ -78,7 +78,7 @@ struct DkDvKernel : private Block {
     if (kNear || !is_far(i0)) this->take_band(i0);
     if constexpr (kDropout) draw_dropout(i0);
     this->wait_queries(i0);
-    if (i0 + BM < tiles.end) this->copy_position(i0 + BM);
+    if (i0 + BM < bounds.end) this->copy_position(i0 + BM);
   }
 
   // A word's bits of a query's 16 calls for 64 keys, by group of 16 keys.
@@ -118,7 +118,7 @@ struct DkDvKernel : private Block {
         for (int n = 0; n < kTogether; ++n)
           for (int x = 0; x < 2; ++x) {
             const Statistics of_query = statistics(query(first + n, x));
-            ds[n][x] = ds[n][x + 2] = i0 < tiles.near ? of_query.last : of_query.first;
+            ds[n][x] = ds[n][x + 2] = i0 < bounds.near ? of_query.last : of_query.first;
           }
       }
     });
@@ -131,8 +131,8 @@ struct DkDvKernel : private Block {
             for (int x = y; x < 4; x += 2) {
               const bool seen = !kMasked || sees(i0, first + n, x), kept = !kDropout || is_kept(first + n, x);
               const float weight =
-                  seen ? probability(multiply_add(ds[n][x], params.scale.scores, -of_query.x)) : 0.0f;
-              const float of_weight = kept ? kDropout ? dp[n][x] * params.scale.kept : dp[n][x] : 0.0f;
+                  seen ? probability(multiply_add(ds[n][x], params.scale.log2, -of_query.x)) : 0.0f;
+              const float of_weight = kept ? kDropout ? dp[n][x] * params.scale.dropout : dp[n][x] : 0.0f;
               dp[n][x] = kept ? weight : 0.0f;
               ds[n][x] = seen ? weight * (of_weight - of_query.y) : 0.0f;  // unseen, it may hold NaN
             }
@@ -177,9 +177,9 @@ struct DkDvKernel : private Block {
   TXL_DEVICE void store() {
     const Rows<E, kHead> of_dk{base}, of_dv{base + Block::kKeyBytes};
     sync_threads();  // all are done with the values and the band
-    put_rows(of_dv, own_key + lane() / 4, own_channel, dv, params.scale.kept);
+    put_rows(of_dv, own_key + lane() / 4, own_channel, dv, params.scale.dropout);
     if (t.du.data) store_du();  // while the keys are there
-    put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.queries);
+    put_rows(of_dk, own_key + lane() / 4, own_channel, dk, params.scale.magnitude);
     sync_threads();
     if (params.chunk.last) {
       write_rows<kHead, kThreads>(of_dk, BN, Source<E>(t.dk, b, h, p), j0, p.K);
@@ -205,11 +205,9 @@ struct DkDvKernel : private Block {
     }
     sync_threads();
     const int64_t part = (static_cast<int64_t>(b) * p.H + h) * parts(params) + j0 / BN;
-    // Keys that no query of the chunk sees are not there, and have no part in it.
-    const int first = larger(mask.lo - j0, 0), end = smaller(mask.hi - j0, BN);
-    const int count = tiles.begin < tiles.end ? end - first : 0;
-    Sums::add(this->k_tile(), p, first, count, base + kWeightsAt + static_cast<uint32_t>(first) * 4,
-              base + kScratchAt, [&](int d, float sum) {
+    // Where no query of the chunk sees any, none are there. Keys that do not exist are zeros.
+    Sums::add(this->k_tile(), p, bounds.begin < bounds.end ? BN : 0, base + kWeightsAt, base + kScratchAt,
+              [&](int d, float sum) {
                 float* const to = params.w.du_parts + part * p.D + d;
                 store_global(to, params.chunk.lo > 0 ? load_own(to) + sum : sum);
               });

@@ -21,7 +21,7 @@ struct DqKernel : private Block {
 
  private:
   using Block::is_masked, Block::is_far, Block::is_clamped, Block::follows_band, Block::ends_band;
-  using Block::params, Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles, Block::base;
+  using Block::params, Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::bounds, Block::base;
 
   // Of the lane's two queries sums of dS over pairs that are clamped to the first row of r, and to the last.
   float clamped[2][2] = {};
@@ -48,13 +48,13 @@ struct DqKernel : private Block {
   static TXL_DEVICE int query_of_lane(int y) { return Block::query_of_row(Block::row_of_lane(y)); }
 
   TXL_DEVICE void collect() {
-    if (tiles.begin < tiles.end) this->begin_copies(), this->copy_tile(tiles.begin);
-    for (int j0 = tiles.begin; j0 < tiles.end; j0 += BN) {
+    if (bounds.begin < bounds.end) this->begin_copies(), this->copy_tile(bounds.begin);
+    for (int j0 = bounds.begin; j0 < bounds.end; j0 += BN) {
       this->wait_tile();
       base = opaque(base);
       Square<E> ds[kSquares];
       this->take_slopes(ds, j0);
-      if (j0 + BN < tiles.end) this->copy_tile(j0 + BN);
+      if (j0 + BN < bounds.end) this->copy_tile(j0 + BN);
       if (this->is_hidden(j0)) continue;
       if (is_far(j0))
         add_tile<true, false>(ds, j0);
@@ -78,7 +78,7 @@ struct DqKernel : private Block {
     }
     this->template add_keys<kEdge>(acc, ds, j0);
     if constexpr (kFar) {  // every pair of the tile uses the first row of r, or the last
-      const bool of_last = j0 >= tiles.near;
+      const bool of_last = j0 >= bounds.near;
       float sum[4] = {};
       TXL_UNROLL_GPU
       for (int m = 0; m < kSquares; ++m) add_sum(sum, ds[m]);

@@ -1,5 +1,6 @@
-// dr: a block owns 64 rows of r of a head and goes over the queries that use them, of every batch entry of
-// its split. Each warp owns 16 of the rows: a tile's columns are queries, and dS^T (q + v) is dr.
+// dr: a block owns 64 rows of r of a head (128 by warpgroups) and goes over the queries that use them, of
+// every batch entry of its split. Each warp owns 16 of the rows: a tile's columns are queries, and dS^T (q +
+// v) is dr.
 //
 // dS it takes from memory, of BM queries a row each. For the next query, the key of a row of r is one
 // further: from row to row of dS, what belongs to the block begins one column later. So the shift is a matter
@@ -15,12 +16,9 @@ namespace txl::cuda {
 
 // ---- Which tiles of queries a block of rows needs ----
 
-struct RowTiles {
-  int begin, all_lo, all_hi, end;  // masked, all pairs seen, masked
-};
-
+// None is far: a block's rows are those that pairs have of their own.
 template <int BM, int BN>
-TXL_DEVICE RowTiles queries_of_rows(const Problem& p, const Chunk& chunk, Range batch, int64_t c0) {
+TXL_DEVICE TileBounds queries_of_rows(const Problem& p, const Chunk& chunk, Range batch, int64_t c0) {
   const int64_t furthest = p.r_zero - c0, nearest = p.r_zero - (smaller(c0 + BN, p.N) - 1);
   const int64_t origin = p.position(0);
   const bool any_seen = nearest <= p.left && furthest >= -p.right && !batch.empty();
@@ -30,7 +28,8 @@ TXL_DEVICE RowTiles queries_of_rows(const Problem& p, const Chunk& chunk, Range 
   const int64_t all_lo = smaller(larger(ceil_to<BM>(batch.lo + furthest - origin), begin), end);
   const int64_t all_hi =
       smaller(larger(all_seen ? floor_to<BM>(smaller(batch.hi + nearest - origin, p.L)) : 0, all_lo), end);
-  return {chunk.within(begin), chunk.within(all_lo), chunk.within(all_hi), chunk.within(end)};
+  const int first_whole = chunk.within(all_lo), end_whole = chunk.within(all_hi);
+  return {chunk.within(begin), first_whole, first_whole, end_whole, end_whole, chunk.within(end)};
 }
 
 // ---- The product ----
@@ -41,7 +40,7 @@ struct RowBlock {
   using Element = E;
   static constexpr int kHead = kChannels, BM = kQueries, kWarps = 4;
   static constexpr bool kPanels = false;  // whether q + v lies as wgmma reads it
-  static constexpr int kPlaces = 2;       // of tiles, in shared memory
+  static constexpr int kSlots = 2;        // of tiles, in shared memory
   static constexpr uint32_t kOwnBytes = 0;
 
   // dr += dS^T q_v, sum += dS of each row; slopes(n): dS^T of the tile's n-th 16 queries. kMasked: some are
@@ -65,21 +64,21 @@ struct DrKernel : private Block {
   using Params = typename Block::Params;
   using E = typename Block::Element;
   static constexpr int kHead = Block::kHead, BM = Block::BM, kWarps = Block::kWarps;
-  static constexpr int kPlaces = Block::kPlaces;  // of tiles: one that is multiplied, others on their way
+  static constexpr int kSlots = Block::kSlots;  // of tiles: one that is multiplied, others on their way
   using Tile = std::conditional_t<Block::kPanels, Panels<E, kHead, BM>, Rows<E, kHead>>;
   static constexpr int kThreads = 32 * kWarps, BN = 16 * kWarps;
   static constexpr int kHeadTiles = kHead / 8;
   static constexpr int kPieces = BN / kPiece<E> + 1;  // of a row of dS, which may begin within the first
 
-  // Shared memory: kPlaces places each for dS and q + v; the block's own; the sums of dS at the end. From a
+  // Shared memory: kSlots slots each for dS and q + v; the block's own; the sums of dS at the end. From a
   // row of dS to the second next are 8 banks modulo 32.
   static constexpr uint32_t kSlopeBytes = kPieces * 16, kQueryBytes = BM * Tile::kRowBytes;
-  static constexpr uint32_t kQueriesAt = kPlaces * BM * kSlopeBytes,
-                            kOwnAt = kQueriesAt + kPlaces * kQueryBytes, kSumsAt = kOwnAt + Block::kOwnBytes;
+  static constexpr uint32_t kQueriesAt = kSlots * BM * kSlopeBytes,
+                            kOwnAt = kQueriesAt + kSlots * kQueryBytes, kSumsAt = kOwnAt + Block::kOwnBytes;
   static constexpr uint32_t kAlignment = Block::kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
   static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + kAlignment - 128;
   static_assert(kQueriesAt % kAlignment == 0, "tiles begin at multiples of it");
-  static_assert(kPlaces * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
+  static_assert(kSlots * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
   static TXL_HD int64_t parts(const BackwardParams& x) { return div_up(x.p.N, BN); }  // of a head
   static int64_t blocks(const Params& x) { return parts(x) * x.chunk.heads * splits(x).size(); }
@@ -95,29 +94,27 @@ struct DrKernel : private Block {
   float ds_sum[1][4];  // of the lane's rows, over the queries; every column of the n8 tile is the same
   uint32_t base;       // of shared memory
   using TileCopier = Copier<kThreads, Tile>;
-  using Copied = typename TileCopier::Rows;
+  using Copied = typename TileCopier::From;
   TileCopier copier;
 
   // Of a batch entry:
   struct Entry {
     int b;
     Mask mask;
-    RowTiles tiles, own;  // the block's, and those of the warp's 64 rows
-    int first_key;        // of query 0 and the block's first row
+    TileBounds bounds, own;  // the block's, and those of the warp's 64 rows
+    int first_key;           // of query 0 and the block's first row
     Copied q_v;
 
     TXL_DEVICE Entry(const DrKernel& block, int b_)
         : b(b_),
           mask(block.p, block.p.keys_of_batch(b)),
-          tiles(queries_of_rows<BM, BN>(block.p, block.params.chunk, {mask.lo, mask.hi}, block.c0)),
-          own(BN == 64 ? tiles
+          bounds(queries_of_rows<BM, BN>(block.p, block.params.chunk, {mask.lo, mask.hi}, block.c0)),
+          own(BN == 64 ? bounds
                        : queries_of_rows<BM, 64>(block.p, block.params.chunk, {mask.lo, mask.hi},
                                                  block.c0 + uniform(warp() / 4) * 64)),
           first_key(static_cast<int>(block.p.key(0, block.c0))),
           q_v(block.copier.rows(block.params.w.q_v, b, block.h)) {}
 
-    TXL_DEVICE bool is_hidden(int i0) const { return BN > 64 && (i0 < own.begin || i0 >= own.end); }
-    TXL_DEVICE bool is_masked(int i0) const { return i0 < own.all_lo || i0 >= own.all_hi; }
     // How many elements before the block's first the tile's row y of dS is copied from; BM is whole pieces.
     TXL_DEVICE int skipped(int y) const { return (first_key + y) & (kPiece<E> - 1); }
   };
@@ -139,20 +136,20 @@ struct DrKernel : private Block {
         end_entry(smaller((split + 1) * static_cast<int>(x.w.entries), x.chunk.b + x.chunk.batches)),
         dr{},
         ds_sum{},
-        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment),
+        base(aligned_base<kAlignment>()),
         copier(p) {}
 
   TXL_DEVICE int blocks_of_head() const { return static_cast<int>(parts(params)); }
   TXL_DEVICE static int own_row() { return 16 * warp(); }
-  // Whether there are sums of chunks before.
+  // Whether there are sums of chunks before: the batch's entries come in order, and each one's queries.
   TXL_DEVICE bool goes_on() const {
     return params.chunk.lo > 0 || first_entry > split * static_cast<int>(params.w.entries);
   }
 
-  // The places, in turns.
-  static TXL_DEVICE uint32_t turn(int i0) { return static_cast<uint32_t>(i0) / BM % kPlaces; }
-  TXL_DEVICE uint32_t slopes(int i0) const { return base + turn(i0) * BM * kSlopeBytes; }
-  TXL_DEVICE Tile q_v(int i0) const { return {base + kQueriesAt + turn(i0) * kQueryBytes}; }
+  // The slots, in turns.
+  static TXL_DEVICE uint32_t slot(int i0) { return static_cast<uint32_t>(i0) / BM % kSlots; }
+  TXL_DEVICE uint32_t slopes(int i0) const { return base + slot(i0) * BM * kSlopeBytes; }
+  TXL_DEVICE Tile q_v(int i0) const { return {base + kQueriesAt + slot(i0) * kQueryBytes}; }
 
   TXL_DEVICE void collect() {
     if constexpr (Block::kPanels) this->begin_copies(base + kOwnAt);
@@ -162,17 +159,17 @@ struct DrKernel : private Block {
   }
 
   TXL_DEVICE void add_entry(const Entry& entry) {
-    const RowTiles& tiles = entry.tiles;
-    if (tiles.begin >= tiles.end) return;
+    const TileBounds& bounds = entry.bounds;
+    if (bounds.begin >= bounds.end) return;
     sync_threads();  // all are done with the entry before
-    constexpr int kAhead = (kPlaces - 1) * BM;
-    for (int i0 = tiles.begin; i0 < tiles.begin + kAhead; i0 += BM) copy_tile(entry, i0);
-    for (int i0 = tiles.begin; i0 < tiles.end; i0 += BM) {
+    constexpr int kAhead = (kSlots - 1) * BM;
+    for (int i0 = bounds.begin; i0 < bounds.begin + kAhead; i0 += BM) copy_tile(entry, i0);
+    for (int i0 = bounds.begin; i0 < bounds.end; i0 += BM) {
       wait_tile(i0);
       base = opaque(base);
       copy_tile(entry, i0 + kAhead);
-      if (entry.is_hidden(i0)) continue;
-      if (entry.is_masked(i0))
+      if (BN > 64 && entry.own.is_hidden(i0)) continue;
+      if (entry.own.is_masked(i0))
         add_queries<true>(entry, i0);
       else
         add_queries<false>(entry, i0);
@@ -183,7 +180,7 @@ struct DrKernel : private Block {
 
   // Starts to copy dS and q + v of the tile, if there is one.
   TXL_DEVICE void copy_tile(const Entry& entry, int i0) const {
-    if (i0 < entry.tiles.end) start_copies(entry, i0);
+    if (i0 < entry.bounds.end) start_copies(entry, i0);
     commit_copies();
   }
   TXL_DEVICE void start_copies(const Entry& entry, int i0) const {
@@ -195,7 +192,7 @@ struct DrKernel : private Block {
     copy_pieces<BM / kEvery, kEvery>(entry, i0, thread / kOfRow, thread % kOfRow);
     if (thread < BM) copy_pieces<1, 0>(entry, i0, thread, kOfRow);
     if constexpr (Block::kPanels) {
-      this->copy(q_v(i0), params, i0, h, entry.b, turn(i0));
+      this->copy(q_v(i0), params, i0, h, entry.b, slot(i0));
     } else {
       copier.template copy<BM>(q_v(i0), entry.q_v, i0 + BM <= entry.mask.L, i0,
                                [&](int y) { return entry.mask.query(i0 + y); });
@@ -203,8 +200,8 @@ struct DrKernel : private Block {
   }
   // Until the tile is there for all, and all are done with the one before.
   TXL_DEVICE void wait_tile(int i0) {
-    if constexpr (Block::kPanels) this->wait(turn(i0));
-    wait_copies<kPlaces - 2>();
+    if constexpr (Block::kPanels) this->wait(slot(i0));
+    wait_copies<kSlots - 2>();
     sync_threads();
   }
 
@@ -290,7 +287,7 @@ struct DrKernel : private Block {
                      ds_sum[0][2 * y]);
     const Rows<E, kHead> results{base + kQueriesAt};
     if (params.w.whole_dr)
-      put_rows(results, own_row() + lane() / 4, 0, dr, params.scale.queries);
+      put_rows(results, own_row() + lane() / 4, 0, dr, params.scale.magnitude);
     else if (params.w.dr_parts)
       store_part();
     sync_threads();
@@ -299,7 +296,7 @@ struct DrKernel : private Block {
   }
 
   TXL_DEVICE void store_part() {
-    const float factor = params.scale.queries;
+    const float factor = params.scale.magnitude;
     const int column = lane() % 4 * 2, limit = static_cast<int>(p.D) - column;
     TXL_UNROLL_GPU
     for (int y = 0; y < 2; ++y) {

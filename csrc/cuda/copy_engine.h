@@ -15,8 +15,8 @@ constexpr int kBoxRows = 64;
 constexpr uint32_t kBoxBytes = kBoxRows * 128;
 
 // Of a tensor: batch, heads, rows, channels; strides of the first three in bytes. And of its boxes: `rows` of
-// the tensor's rows, of each of `heads` heads, and `channels` of each row, 64 or 16. copy_box has kBoxRows
-// rows of 64.
+// the tensor's rows, of each of `heads` heads, and `channels` of each row: 64 rows of 64 channels in all, or
+// what store_box stores, 16.
 struct BoxedSizes {
   int64_t size[4], stride[3];
   int rows = kBoxRows, heads = 1, channels = 64;
@@ -63,7 +63,7 @@ TXL_DEVICE void mbarrier_wait(uint32_t mbarrier, uint32_t parity) {
 }
 
 // What the copy engine knows of a tensor [batch, heads, rows, channels] of 16 bits, and of the boxes that it
-// copies: 64 channels of kBoxRows rows (BoxedSizes). A kernel's parameter.
+// copies (BoxedSizes). A kernel's parameter.
 using TensorMap = CUtensorMap;
 
 // Whether this is the one thread that tells the engine what to do, always the same; the threads of a warp
@@ -193,6 +193,15 @@ TXL_DEVICE void make_mbarriers(uint32_t first, int count, bool first_warp) {
     for (int n = 0; n < count; ++n) mbarrier_init(first + static_cast<uint32_t>(n) * 8, 1);
   }
   fence_async_proxy();
+}
+
+// copies(), by the one thread that tells the engine, of boxes that the mbarrier's phase is to wait for. It
+// arrives last: the phase may not end before all of them are counted.
+template <typename F>
+TXL_DEVICE void tell_engine(bool first_warp, uint32_t mbarrier, F copies) {
+  if (!elected(first_warp)) return;
+  copies();
+  mbarrier_arrive(mbarrier);
 }
 
 // Boxes that fill a tile of Panels (tiles.h): all its channels. By the one thread that tells the engine.

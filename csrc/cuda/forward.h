@@ -9,10 +9,9 @@
 
 namespace txl::cuda {
 
-template <typename Tensors>
 struct ForwardParams {
   Problem p;
-  Tensors t;
+  Forward t;
   Scales scale;
   // Each split has `split_keys` keys, a multiple of every BN. More than one leave out in float32,
   // [splits, B, H, L, D] without gaps, and behind it, [splits, B, H, L] each, the score that probabilities
@@ -27,11 +26,11 @@ struct ForwardParams {
   TXL_HD float* total() const { return origin() + splits * rows(); }
 };
 
-// Block: what computes the products of a tile: ForwardBlock or WarpgroupBlock. Its queries 0 and 1 are
+// Block: what computes the products of a tile: ForwardBlock or WarpgroupQueryBlock. Its queries 0 and 1 are
 // q + u and q + v. kDropout: whether any probability may be dropped.
 template <typename Block, bool kDropout>
 struct ForwardKernel : private Block {
-  using Params = ForwardParams<typename Block::ForwardTensors>;
+  using Params = typename Block::Params;
   using E = typename Block::Element;
   using Block::kThreads, Block::BM, Block::BN, Block::kHead, Block::kKeyTiles, Block::kHeadTiles;
   // Dropout leaves no registers for it.
@@ -45,7 +44,7 @@ struct ForwardKernel : private Block {
 
  private:
   using Block::is_masked, Block::is_far, Block::row_of_lane, Block::query_rows;
-  using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::tiles;
+  using Block::p, Block::b, Block::h, Block::i0, Block::mask, Block::bounds;
   using Block::ring, Block::copy_tile;
 
   const Params& params;
@@ -58,7 +57,7 @@ struct ForwardKernel : private Block {
   float acc[kHeadTiles][4];
 
   TXL_DEVICE explicit ForwardKernel(const Params& x)
-      : Block(x.p, x.t, place(x)),
+      : Block(x, place(x)),
         params(x),
         t(x.t),
         seed(kDropout ? static_cast<uint64_t>(load_global(p.dropout_seed)) : 0),
@@ -96,14 +95,14 @@ struct ForwardKernel : private Block {
   }
 
   TXL_DEVICE void attend() {
-    if (tiles.begin < tiles.end) {
+    if (bounds.begin < bounds.end) {
       // The first tile comes together with the queries, unless they or the far terms lie where it will.
       const bool together = Block::kAllQueries <= Block::kTilesAt && !has_far_tiles();
       if (together) start();
       load_queries();
       if (!together) load_far_terms(), start();
     }
-    for (int j0 = tiles.begin; j0 < tiles.end;) {
+    for (int j0 = bounds.begin; j0 < bounds.end;) {
       if (Block::is_hidden(j0)) {
         next_tile(j0), j0 += BN;
       } else if (is_far(j0)) {
@@ -124,7 +123,7 @@ struct ForwardKernel : private Block {
 
   TXL_DEVICE void start() {
     this->begin_copies();
-    copy_tile(tiles.begin);
+    copy_tile(bounds.begin);
   }
 
   // ---- Loads ----
@@ -153,7 +152,9 @@ struct ForwardKernel : private Block {
     this->hold_queries();
   }
 
-  TXL_DEVICE bool has_far_tiles() const { return tiles.all_lo < tiles.near || tiles.far_last < tiles.all_hi; }
+  TXL_DEVICE bool has_far_tiles() const {
+    return bounds.all_lo < bounds.near || bounds.near_end < bounds.all_hi;
+  }
 
   // (q + v) . r at the two ends of r, by a product with 16 rows that repeat the first or the last.
   TXL_DEVICE void load_far_terms() {
@@ -173,7 +174,7 @@ struct ForwardKernel : private Block {
 
   TXL_DEVICE void next_tile(int j0) {
     this->wait_tile();
-    if (j0 + BN < tiles.end) copy_tile(j0 + BN);
+    if (j0 + BN < bounds.end) copy_tile(j0 + BN);
   }
 
   // kIsPlain: as end_of_plain says.
@@ -187,7 +188,7 @@ struct ForwardKernel : private Block {
     if constexpr (kFar) {
       TXL_UNROLL_GPU
       for (int n = 0; n < kKeyTiles; ++n)
-        for (int x = 0; x < 4; ++x) score[n][x] = j0 < tiles.near ? far_first[x / 2] : far_last[x / 2];
+        for (int x = 0; x < 4; ++x) score[n][x] = j0 < bounds.near ? far_first[x / 2] : far_last[x / 2];
       Block::add_keys(score, j0);
     } else {
       Block::template take_scores<kIsPlain>(score, j0);
@@ -233,7 +234,7 @@ struct ForwardKernel : private Block {
       for (int y = 0; y < 2; ++y) {
         for (int step = 1; step < 4; step *= 2) top[y] = larger(top[y], shuffle_xor(top[y], step));
         rises[y] = this->rises(top[y], y);
-        const float decay = rises[y] ? exp2_fast((origin[y] - top[y]) * params.scale.scores) : 1.0f;
+        const float decay = rises[y] ? exp2_fast((origin[y] - top[y]) * params.scale.log2) : 1.0f;
         if (rises[y]) origin[y] = top[y];
         total[y] *= decay;
         TXL_UNROLL_GPU
@@ -248,13 +249,13 @@ struct ForwardKernel : private Block {
     for (int y = 0; y < 2; ++y) {
       for (int x = 2 * y; x < 2 * y + 2; ++x) {
         // The difference first: of huge scores the products' rounding errors would be huge, too.
-        score[x] = exp2_fast((score[x] - origin[y]) * params.scale.scores);
+        score[x] = exp2_fast((score[x] - origin[y]) * params.scale.log2);
         total[y] += score[x];  // of the lane's own keys; summed up over lanes at the end
       }
     }
   }
 
-  TXL_DEVICE bool rises(float score, int y) const { return (score - origin[y]) * params.scale.scores > 8; }
+  TXL_DEVICE bool rises(float score, int y) const { return (score - origin[y]) * params.scale.log2 > 8; }
 
   TXL_DEVICE void drop(float (&weight)[4], int j0, int n) const {
     for (int x = 0; x < 4; ++x)
@@ -264,7 +265,7 @@ struct ForwardKernel : private Block {
   // For the tile; the tiles of a group of 64 keys share what the first that the block meets draws. A lane's
   // keys of a group share four calls for each of its queries, and use all their words: 32 bits.
   TXL_DEVICE void draw_dropout(int j0) {
-    if (j0 % DropoutMask::kGroup >= BN && j0 != tiles.begin) return;
+    if (j0 % DropoutMask::kGroup >= BN && j0 != bounds.begin) return;
     kept = 0;
     TXL_NO_UNROLL_GPU
     for (int n = 0; n < 8; ++n) {
@@ -295,7 +296,7 @@ struct ForwardKernel : private Block {
           origin[y] = -infinity();  // unless other splits have more; MergeKernel will see
       }
       if (i >= p.L) continue;
-      const float factor = any_seen && total[y] != 0 ? params.scale.kept / total[y] : 0.0f;
+      const float factor = any_seen && total[y] != 0 ? params.scale.dropout / total[y] : 0.0f;
       const int64_t row = (b * p.H + h) * p.L + i + split * params.rows();
       float* const part = params.parts + row * p.D + column;
       TXL_UNROLL_GPU
@@ -311,7 +312,7 @@ struct ForwardKernel : private Block {
       }
       if (lane() % 4 != 0) continue;
       if (whole) {
-        const float lse = multiply_add(origin[y], params.scale.scores, log2_fast(total[y])) * kLn2;
+        const float lse = multiply_add(origin[y], params.scale.log2, log2_fast(total[y])) * kLn2;
         store_global(static_cast<float*>(t.lse) + row, any_seen ? lse : -infinity());
       } else {
         store_global(params.origin() + row, origin[y]);
@@ -334,7 +335,7 @@ constexpr int kLeastBlocks<ForwardKernel<Block, kDropout>> = 1;
 // less precise than these two are. kPdl: it may begin while they are made (programmatic dependent launch).
 template <typename E, bool kPdl>
 struct MergeKernel {
-  using Params = ForwardParams<Forward>;
+  using Params = ForwardParams;
   static constexpr int kThreads = 256, kWarps = kThreads / 32, kTogether = 4;
 
   // A number twice for each warp, for each split, for each thread.
@@ -345,7 +346,8 @@ struct MergeKernel {
   // Queries are few: a block has one of them, and its threads first the splits, then channels of some splits.
   static TXL_DEVICE void run(const Params& x) {
     const Problem& p = x.p;
-    const int64_t row = block_index(), rows = x.rows();
+    const int64_t rows = x.rows();
+    const int row = block_index(), L = static_cast<int>(p.L), H = static_cast<int>(p.H);
     const int thread = thread_index(), splits = x.splits, D = static_cast<int>(p.D);
     const uint32_t of_warps = shared_base(), weights = of_warps + 2 * kWarps * 4,
                    sums = weights + static_cast<uint32_t>(splits) * 4;
@@ -359,7 +361,7 @@ struct MergeKernel {
     float total = 0;
     for (int n = thread; n < splits; n += kThreads) {
       const float own = load_own(x.origin() + n * rows + row);
-      const float weight = exp2_fast((own - origin) * x.scale.scores) * load_own(x.total() + n * rows + row);
+      const float weight = exp2_fast((own - origin) * x.scale.log2) * load_own(x.total() + n * rows + row);
       store_shared(at(weights, n), own == -infinity() ? -0.0f : weight);
       total += weight;
     }
@@ -390,12 +392,12 @@ struct MergeKernel {
         if (bits<uint32_t>(load_shared<float>(at(weights, n))) != 0) total = nan();
     if (has && group == 0) {
       for (int n = 1; n < groups; ++n) sum += load_shared<float>(at(sums, n * width + d));
-      store_global(x.t.out.at<E>(row / p.L / p.H, row / p.L % p.H, row % p.L) + d,
+      store_global(x.t.out.at<E>(row / L / H, row / L % H, row % L) + d,
                    from_float<E>(total == 0 ? 0.0f : sum / total));
     }
     if (thread == 0)
       store_global(static_cast<float*>(x.t.lse) + row,
-                   total == 0 ? -infinity() : multiply_add(origin, x.scale.scores, log2_fast(total)) * kLn2);
+                   total == 0 ? -infinity() : multiply_add(origin, x.scale.log2, log2_fast(total)) * kLn2);
   }
 
  private:
@@ -427,9 +429,12 @@ constexpr int kForwardHeld = is_half<E> && kHead <= 128 ? 2 : 0;
 template <typename E, int kHead, int kWarps, bool kMayRelease = false>
 struct ForwardBlock
     : QueryBlock<E, kHead, kForwardKeys<E, kHead, kWarps>, kWarps, 2, kForwardHeld<E, kHead>> {
+  using Params = ForwardParams;
   using Base = typename ForwardBlock::QueryBlock;
-  using Base::Base;
   static constexpr bool kPdl = kMayRelease;
+
+  TXL_DEVICE ForwardBlock(const ForwardParams& x, const typename Base::Place& place)
+      : Base(x.p, x.t, place) {}
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
@@ -437,31 +442,31 @@ template <int kHead>
 constexpr int kWarpgroupHead = kHead <= 64 ? 64 : 128;  // there are two classes
 template <typename E, int kHead>
 struct WarpgroupKernels {
-  static int forward(const ForwardParams<Forward>& params, void* stream);
-  static int decode(const ForwardParams<Forward>& params, void* stream);  // pdl, and more than one split
+  static int forward(const ForwardParams& params, void* stream);
+  static int decode(const ForwardParams& params, void* stream);  // pdl, and more than one split
 };
 
 template <typename Block, bool kDropout = false>
-int launch_block(const ForwardParams<typename Block::ForwardTensors>& params, void* stream) {
+int launch_block(const typename Block::Params& params, void* stream) {
   using Kernel = ForwardKernel<Block, kDropout>;
   return launch<Kernel>(Kernel::blocks(params), Block::kSharedBytes, params, stream);
 }
 
 template <typename Block>
-int launch_with_dropout(const ForwardParams<typename Block::ForwardTensors>& params, void* stream) {
+int launch_with_dropout(const typename Block::Params& params, void* stream) {
   return params.p.dropout_p > 0 ? launch_block<Block, true>(params, stream)
                                 : launch_block<Block>(params, stream);
 }
 
 template <typename E, bool kPdl>
-int launch_merge(const ForwardParams<Forward>& params, void* stream) {
+int launch_merge(const ForwardParams& params, void* stream) {
   using Merge = MergeKernel<E, kPdl>;
   return launch<Merge>(params.rows(), Merge::shared_bytes(params), params, stream, kPdl);
 }
 
 // The block for a class of head dimensions. warpgroups: as of txl::cuda::forward.
 template <typename E, int kHead>
-int choose_block(const ForwardParams<Forward>& params, [[maybe_unused]] bool warpgroups, void* stream) {
+int choose_block(const ForwardParams& params, [[maybe_unused]] bool warpgroups, void* stream) {
   if (is_decode(params.p)) return launch_block<ForwardBlock<E, kHead, 1>>(params, stream);
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
@@ -475,7 +480,7 @@ template <typename E, int kHead>
 int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const ForwardCall& call) {
   const int64_t step = is_decode(p) ? kForwardKeys<E, kHead, 1> : 64,
                 split_keys = div_up(div_up(p.K, call.splits), step) * step;
-  const ForwardParams<Forward> params{
+  const ForwardParams params{
       p, t, Scales(p), call.splits, split_keys, call.parts, heads_together(p, sizeof(E))};
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {

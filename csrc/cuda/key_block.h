@@ -20,12 +20,9 @@ namespace txl::cuda {
 
 // ---- Which tiles of queries a block of keys needs, and how ----
 
-struct QueryTiles {
-  int begin, far_last, near, far_first, all_hi, end;  // masked, far (last row), near, far (first row), masked
-};
-
+// The first of them are clamped to the last row of r, the last ones to the first.
 template <int BM, int BN>
-TXL_DEVICE QueryTiles query_tiles(const Problem& p, const Chunk& chunk, Range batch, int64_t j0) {
+TXL_DEVICE TileBounds query_tiles(const Problem& p, const Chunk& chunk, Range batch, int64_t j0) {
   const int64_t low = larger(j0, batch.lo), high = smaller(j0 + BN, batch.hi) - 1, origin = p.position(0);
   const int64_t begin = floor_to<BM>(low - p.right - origin);
   const int64_t end = low <= high ? larger(begin, smaller(high + p.left - origin + 1, p.L)) : begin;
@@ -35,9 +32,9 @@ TXL_DEVICE QueryTiles query_tiles(const Problem& p, const Chunk& chunk, Range ba
       smaller(larger(whole ? floor_to<BM>(smaller(j0 + p.left - origin + 1, p.L)) : 0, all_lo), end);
   const int64_t c = p.band(0, j0);  // the row of query 0 and the first key
   const int64_t near = smaller(larger(floor_to<BM>(c - p.N + 1), all_lo), all_hi);
-  const int64_t far_first = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);
-  return {chunk.within(begin),     chunk.within(all_lo), chunk.within(near),
-          chunk.within(far_first), chunk.within(all_hi), chunk.within(end)};
+  const int64_t near_end = smaller(larger(ceil_to<BM>(c + BN), near), all_hi);
+  return {chunk.within(begin),    chunk.within(all_lo), chunk.within(near),
+          chunk.within(near_end), chunk.within(all_hi), chunk.within(end)};
 }
 
 // ---- The band ----
@@ -124,21 +121,20 @@ struct KeyBlock {
   static constexpr int kOwnChannels = kHead * kKeyGroups / kWarps, kOwnTiles = kOwnChannels / 8;
   // n8 tiles of queries at a time: fewer need fewer registers.
   static constexpr int kTogether = kPanels && kHead <= 64 ? kQueryTiles : kPanels || kHeld ? 4 : 2;
-  static constexpr int kChunks = (BM + BN) / BM;  // of BM rows of r
+  static constexpr int kBandTiles = (BM + BN) / BM;  // of BM rows of r
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
 
-  // Shared memory: keys, values, q + u and dO kPlaces times, q + v, the ring of r, the band, statistics of
-  // the queries kPlaces times.
-  static constexpr int kPlaces = kPanels && kHead <= 64 ? 2 : 1;
+  // Shared memory: keys, values, q + u and dO in kSlots slots, q + v, the ring of r, the band, statistics of
+  // the queries in as many.
+  static constexpr int kSlots = kPanels && kHead <= 64 ? 2 : 1;
   static constexpr uint32_t kRowBytes = Tile<BM>::kRowBytes;
   static constexpr uint32_t kKeyBytes = BN * kRowBytes, kQueryBytes = BM * kRowBytes;
-  static constexpr uint32_t kQueriesAt = 2 * kKeyBytes,
-                            kRingAt = kQueriesAt + (2 * kPlaces + 1) * kQueryBytes;
-  static constexpr uint32_t kBandAt = kRingAt + kChunks * kQueryBytes;
+  static constexpr uint32_t kQueriesAt = 2 * kKeyBytes, kRingAt = kQueriesAt + (2 * kSlots + 1) * kQueryBytes;
+  static constexpr uint32_t kBandAt = kRingAt + kBandTiles * kQueryBytes;
   static constexpr uint32_t kStatisticsAt = kBandAt + Band::kBytes;
   static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
   static constexpr uint32_t kStatisticsBytes = BM * sizeof(Statistics);
-  static constexpr uint32_t kEnd = kStatisticsAt + kPlaces * kStatisticsBytes;
+  static constexpr uint32_t kEnd = kStatisticsAt + kSlots * kStatisticsBytes;
   static constexpr uint32_t kSharedBytes = kEnd + kAlignment - 128;
 
   static TXL_HD int64_t blocks_of_head(const Problem& p) { return div_up(p.K, BN); }
@@ -148,14 +144,14 @@ struct KeyBlock {
   const Backward& t;
   int b, h, j0;  // j0: the block's first key
   Mask mask;
-  QueryTiles tiles;
+  TileBounds bounds;
   int lowest_row;            // of r, not yet clamped, for query BM - 1 and the block's first key
   int own_key, own_channel;  // the warp's first among the block's
   Fragment k_held[kHeld ? kSteps : 1], v_held[kHeld ? kSteps : 1];
-  uint32_t base;       // of shared memory
-  uint32_t place = 0;  // of the tile's queries
+  uint32_t base;      // of shared memory
+  uint32_t slot = 0;  // of the tile's queries
   using TileCopier = Copier<kThreads, Tile<BM>, kRow<E, kHead> <= (kPanels ? 128 : 256)>;
-  using Copied = typename TileCopier::Rows;
+  using Copied = typename TileCopier::From;
   TileCopier copier;
   Copied q_u_rows, q_v_rows, dout_rows, r_rows;
 
@@ -168,11 +164,11 @@ struct KeyBlock {
         h(x.chunk.h + block_index() / of_head() % x.chunk.heads),
         j0(block_index() % of_head() * BN),
         mask(p, p.keys_of_batch(b)),
-        tiles(query_tiles<BM, BN>(p, x.chunk, {mask.lo, mask.hi}, j0)),
+        bounds(query_tiles<BM, BN>(p, x.chunk, {mask.lo, mask.hi}, j0)),
         lowest_row(static_cast<int>(p.band(BM - 1, j0))),
         own_key(warp() % kKeyGroups * 16),
         own_channel(warp() / kKeyGroups * kOwnChannels),
-        base((shared_base() + kAlignment - 1) / kAlignment * kAlignment),
+        base(aligned_base<kAlignment>()),
         copier(p),
         q_u_rows(copier.rows(x.w.q_u, b, h)),
         q_v_rows(copier.rows(x.w.q_v, b, h)),
@@ -181,11 +177,9 @@ struct KeyBlock {
 
   TXL_DEVICE int of_head() const { return static_cast<int>(blocks_of_head(p)); }
 
-  TXL_DEVICE bool is_masked(int i0) const { return i0 < tiles.far_last || i0 >= tiles.all_hi; }
-  TXL_DEVICE bool is_far(int i0) const {
-    return !is_masked(i0) && (i0 < tiles.near || i0 >= tiles.far_first);
-  }
-  TXL_DEVICE bool follows_band(int i0) const { return i0 > tiles.begin && !is_far(i0 - BM); }
+  TXL_DEVICE bool is_masked(int i0) const { return bounds.is_masked(i0); }
+  TXL_DEVICE bool is_far(int i0) const { return bounds.is_far(i0); }
+  TXL_DEVICE bool follows_band(int i0) const { return (i0 > bounds.begin) & !is_far(i0 - BM); }
   // Whether none of the tile is for this warp's keys.
   TXL_DEVICE bool is_hidden(int) const { return false; }
 
@@ -193,27 +187,25 @@ struct KeyBlock {
 
   TXL_DEVICE Tile<BN> k_tile() const { return {base}; }
   TXL_DEVICE Tile<BN> v_tile() const { return {base + kKeyBytes}; }
-  TXL_DEVICE Tile<BM> q_u(uint32_t of_place) const {
-    return {base + kQueriesAt + 2 * of_place * kQueryBytes};
-  }
-  TXL_DEVICE Tile<BM> dout(uint32_t of_place) const { return {q_u(of_place).address + kQueryBytes}; }
-  TXL_DEVICE Tile<BM> q_u() const { return q_u(place); }
-  TXL_DEVICE Tile<BM> dout() const { return dout(place); }
-  TXL_DEVICE Tile<BM> q_v() const { return {base + kQueriesAt + 2 * kPlaces * kQueryBytes}; }
-  TXL_DEVICE Tile<BM> ring(int chunk = 0) const {
-    return {base + kRingAt + static_cast<uint32_t>(chunk) * kQueryBytes};
+  TXL_DEVICE Tile<BM> q_u(uint32_t of_slot) const { return {base + kQueriesAt + 2 * of_slot * kQueryBytes}; }
+  TXL_DEVICE Tile<BM> dout(uint32_t of_slot) const { return {q_u(of_slot).address + kQueryBytes}; }
+  TXL_DEVICE Tile<BM> q_u() const { return q_u(slot); }
+  TXL_DEVICE Tile<BM> dout() const { return dout(slot); }
+  TXL_DEVICE Tile<BM> q_v() const { return {base + kQueriesAt + 2 * kSlots * kQueryBytes}; }
+  TXL_DEVICE Tile<BM> ring(int tile = 0) const {
+    return {base + kRingAt + static_cast<uint32_t>(tile) * kQueryBytes};
   }
   TXL_DEVICE Band band() const { return {base + kBandAt}; }
 
-  TXL_DEVICE uint32_t statistics_at(uint32_t of_place, int column) const {
-    return base + kStatisticsAt + of_place * kStatisticsBytes + static_cast<uint32_t>(column) * 16;
+  TXL_DEVICE uint32_t statistics_at(uint32_t of_slot, int column) const {
+    return base + kStatisticsAt + of_slot * kStatisticsBytes + static_cast<uint32_t>(column) * 16;
   }
   TXL_DEVICE Statistics statistics(int column) const {
-    return load_shared<Statistics>(statistics_at(place, column));
+    return load_shared<Statistics>(statistics_at(slot, column));
   }
   // The first half of them: lse and delta.
   TXL_DEVICE float2 lse_and_delta(int column) const {
-    return load_shared<float2>(statistics_at(place, column));
+    return load_shared<float2>(statistics_at(slot, column));
   }
 
   // ---- Loads ----
@@ -241,29 +233,24 @@ struct KeyBlock {
   TXL_DEVICE void copy_position(int i0) const {
     if (!is_far(i0)) {
       copy_queries(q_v(), q_v_rows, i0);
-      for_new_rows(i0, [&](Tile<BM> to, int c) { copy_rows_of_r(to, c); });
+      for_new_rows(i0, [&](Tile<BM> to, int c) { copy_rows_of_r<BM>(to, copier, r_rows, c); });
     }
     commit_copies();
-  }
-  TXL_DEVICE void copy_rows_of_r(Tile<BM> to, int c) const {
-    copier.template copy<BM>(to, r_rows, has_rows(p, c, BM), c,
-                             [&](int n) { return RowOf{p.r_row(c + n), true}; });
   }
   // f(where in the ring, the first row of r, not yet clamped) for each BM rows that the tile needs anew.
   template <typename F>
   TXL_DEVICE void for_new_rows(int i0, F f) const {
-    const int new_chunks = follows_band(i0) ? 1 : kChunks;
-    for (int chunk = 0; chunk < new_chunks; ++chunk)
-      f(ring(ring_chunk(i0, chunk)), lowest_row - i0 + chunk * BM);
+    const int new_tiles = follows_band(i0) ? 1 : kBandTiles;
+    for (int n = 0; n < new_tiles; ++n) f(ring(ring_tile(i0, n)), lowest_row - i0 + n * BM);
   }
 
   // Where in the ring the rows of r are: of the n-th BM columns of the block's band, and of its column x. A
   // tile's highest rows give way to the lowest of the next.
-  static TXL_DEVICE int ring_chunk(int i0, int n) {
-    const int chunk = n + static_cast<int>(static_cast<uint32_t>(i0) / BM * (kChunks - 1) % kChunks);
-    return chunk < kChunks ? chunk : chunk - kChunks;
+  static TXL_DEVICE int ring_tile(int i0, int n) {
+    const int tile = n + static_cast<int>(static_cast<uint32_t>(i0) / BM * (kBandTiles - 1) % kBandTiles);
+    return tile < kBandTiles ? tile : tile - kBandTiles;
   }
-  static TXL_DEVICE int ring_row(int i0, int x) { return ring_chunk(i0, x / BM) * BM + x % BM; }
+  static TXL_DEVICE int ring_row(int i0, int x) { return ring_tile(i0, x / BM) * BM + x % BM; }
 
   // And the rest that a tile needs.
   TXL_DEVICE void copy_queries(int i0) const {
@@ -272,11 +259,11 @@ struct KeyBlock {
     copy_statistics(i0, 0);
     commit_copies();
   }
-  TXL_DEVICE void copy_statistics(int i0, uint32_t to_place) const {
+  TXL_DEVICE void copy_statistics(int i0, uint32_t to_slot) const {
     if (thread_index() >= BM) return;
     const int64_t i = i0 + thread_index();
-    const Statistics* const queries = params.queries(b, h);
-    copy_async_16(statistics_at(to_place, thread_index()), queries + (i < p.L ? i : 0), i < p.L);
+    const Statistics* const of_queries = params.statistics(b, h);
+    copy_async_16(statistics_at(to_slot, thread_index()), of_queries + (i < p.L ? i : 0), i < p.L);
   }
 
   TXL_DEVICE void copy_queries(Tile<BM> to, const Copied& from, int i0) const {

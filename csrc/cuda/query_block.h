@@ -13,12 +13,11 @@ namespace txl::cuda {
 
 // kChannels: of a tile, at least D. kKeys: of a tile. kOperands: of BM queries each, the first kHeld of which
 // are kept in registers; the others are read again for every tile of keys. dq has none, and needs no values.
-// kPanels: tiles lie as wgmma reads them (warpgroup_block.h).
+// kPanels: tiles lie as wgmma reads them (warpgroup_query_block.h).
 template <typename E, int kChannels, int kKeys, int kWarps, int kOperands, int kHeld, bool kPanels = false>
 struct QueryBlock {
   static constexpr bool kScores = kOperands > 0;  // else their gradient, in which there is a band, too
   using Element = E;
-  using ForwardTensors = Forward;         // what copy_tile is given by forward
   static constexpr bool kPdl = false;     // ForwardBlock may have it
   static constexpr bool kEngine = false;  // whether the copy engine may serve it
   static constexpr int kHead = kChannels, BN = kKeys;
@@ -27,22 +26,22 @@ struct QueryBlock {
 
   static constexpr int kThreads = 32 * kWarps, BM = 16 * kWarps;
   static constexpr int kSteps = kHead / kStep<E>, kKeyTiles = BN / 8, kHeadTiles = kHead / 8;
-  static constexpr int kChunks = (BM + BN - 1) / BN + 1,
-                       kRing = kChunks + 1;  // of BN rows of r: in use, and one to come
-  static constexpr int kBand = 16 + BN;      // columns of the band that a warp reads
+  static constexpr int kBandTiles = (BM + BN - 1) / BN + 1,
+                       kRing = kBandTiles + 1;  // of BN rows of r: in use, and one to come
+  static constexpr int kBand = 16 + BN;         // columns of the band that a warp reads
   // In words, or elements of dS. Warpgroups keep the columns of two tiles, in rows that begin in banks of
   // their own, or dS of three.
   static constexpr int kBandPitch = !kPanels ? kBand : kScores ? 2 * BN + 8 : 3 * BN;
   static_assert(kHead % 16 == 0 && BN % 16 == 0, "whole fragments");
 
-  // Shared memory: the queries that stay, the band, two places each for keys and values, the ring. The
+  // Shared memory: the queries that stay, the band, two slots each for keys and values, the ring. The
   // queries that are held lie beneath the rest until they are in registers.
-  static constexpr int kPlaces = kScores ? 4 : 2;
+  static constexpr int kSlots = kScores ? 4 : 2;
   static constexpr uint32_t kTileBytes = BN * Tile<BN>::kRowBytes;
   static constexpr uint32_t kQueryBytes = BM * Tile<BM>::kRowBytes;
   static constexpr uint32_t kBandBytes = kWarps * 16 * kBandPitch * (kScores ? 4 : sizeof(E));
   static constexpr uint32_t kBandAt = (kOperands - kHeld) * kQueryBytes, kTilesAt = kBandAt + kBandBytes;
-  static constexpr uint32_t kEnd = kTilesAt + (kPlaces + kRing) * kTileBytes;
+  static constexpr uint32_t kEnd = kTilesAt + (kSlots + kRing) * kTileBytes;
   static constexpr uint32_t kAllQueries = kOperands * kQueryBytes;
   static constexpr uint32_t kAlignment = kPanels ? 1024 : 128;  // of all of these; shared_base() has 128
   static constexpr uint32_t kUsed = kEnd > kAllQueries ? kEnd : kAllQueries;  // from the first multiple on
@@ -60,37 +59,32 @@ struct QueryBlock {
   const Problem& p;
   int b, h, i0;  // i0: the block's first query
   Mask mask;     // of the keys that the block goes over
-  KeyTiles tiles;
+  TileBounds bounds;
   uint32_t base;  // of shared memory
   // Of long rows dq has no registers for what copies could know beforehand.
   using TileCopier = Copier<kThreads, Tile<BN>, kRow<E, kHead> <= (kScores ? 256 : 128)>;
-  using Copied = typename TileCopier::Rows;
+  using Copied = typename TileCopier::From;
   TileCopier copier;
   Copied k_rows, v_rows, r_rows;
   Fragment held[kHeld ? kHeld : 1][kSteps];
   float carry[2][4];  // the band's columns that the tile before left over
 
-  // Of t: k, v and r.
-  template <typename Tensors>
-  TXL_DEVICE QueryBlock(const Problem& problem, const Tensors& t, const Place& place)
+  TXL_DEVICE QueryBlock(const Problem& problem, const Forward& t, const Place& place)
       : p(problem),
         b(place.b),
         h(place.h),
         i0(place.i0),
         mask(p, place.keys),
-        tiles(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
-        base(opaque((shared_base() + kAlignment - 1) / kAlignment * kAlignment)),
+        bounds(key_tiles<BM, BN>(p, {mask.lo, mask.hi}, i0)),
+        base(opaque(aligned_base<kAlignment>())),
         copier(p),
         k_rows(copier.rows(t.k, b, h)),
         v_rows(copier.rows(t.v, b, h)),
         r_rows(copier.rows(t.r, 0, h)) {}
 
-  TXL_DEVICE bool is_masked(int j0) const { return (j0 < tiles.all_lo) | (j0 >= tiles.all_hi); }
-  TXL_DEVICE bool is_far(int j0) const {
-    // Without jumps.
-    return ((j0 >= tiles.all_lo) & (j0 < tiles.near)) | ((j0 >= tiles.far_last) & (j0 < tiles.all_hi));
-  }
-  TXL_DEVICE bool follows_band(int j0) const { return (j0 > tiles.begin) & !is_far(j0 - BN); }
+  TXL_DEVICE bool is_masked(int j0) const { return bounds.is_masked(j0); }
+  TXL_DEVICE bool is_far(int j0) const { return bounds.is_far(j0); }
+  TXL_DEVICE bool follows_band(int j0) const { return (j0 > bounds.begin) & !is_far(j0 - BN); }
 
   // The lane's query y, of two, is the block's query row_of_lane(y), and so is its row among the operands'.
   static TXL_DEVICE int row_of_lane(int y) {
@@ -101,7 +95,7 @@ struct QueryBlock {
   // Whether none of what the block goes over is for this thread; and up to where a tile that is neither
   // masked nor far is followed by others.
   static TXL_DEVICE bool is_hidden(int) { return false; }
-  TXL_DEVICE int end_of_near(int) const { return smaller(tiles.far_last, tiles.all_hi); }
+  TXL_DEVICE int end_of_near(int) const { return bounds.near_end; }
 
   // ---- Queries ----
 
@@ -136,23 +130,23 @@ struct QueryBlock {
 
   // ---- Keys, values, r ----
 
-  // Keys and values have two places each, in turns.
-  static TXL_DEVICE uint32_t turn(int j0) { return static_cast<uint32_t>(j0) / BN % 2; }
-  TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + turn(j0) * kTileBytes}; }
-  TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + turn(j0)) * kTileBytes}; }
-  TXL_DEVICE Tile<BN> ring(int chunk = 0) const {
-    return {base + kTilesAt + static_cast<uint32_t>(kPlaces + chunk) * kTileBytes};
+  // Keys and values have two slots each, in turns.
+  static TXL_DEVICE uint32_t slot(int j0) { return static_cast<uint32_t>(j0) / BN % 2; }
+  TXL_DEVICE Tile<BN> k_tile(int j0) const { return {base + kTilesAt + slot(j0) * kTileBytes}; }
+  TXL_DEVICE Tile<BN> v_tile(int j0) const { return {base + kTilesAt + (2 + slot(j0)) * kTileBytes}; }
+  TXL_DEVICE Tile<BN> ring(int tile = 0) const {
+    return {base + kTilesAt + static_cast<uint32_t>(kSlots + tile) * kTileBytes};
   }
 
   // The row of r, not yet clamped, of the block's last query and key j0: column 0 of the block's band.
   TXL_DEVICE int lowest_row(int j0) const { return static_cast<int>(p.band(opaque(i0) + BM - 1, j0)); }
   // Where in the ring the rows of r are: of the n-th BN columns of the block's band, and of its column x.
-  static TXL_DEVICE int ring_chunk(int j0, int n) {
+  static TXL_DEVICE int ring_tile(int j0, int n) {
     return static_cast<int>((static_cast<uint32_t>(j0) / BN + static_cast<uint32_t>(n)) % kRing);
   }
   static TXL_DEVICE int ring_row(int j0, int x) {
     const uint32_t column = static_cast<uint32_t>(x);
-    return ring_chunk(j0, static_cast<int>(column / BN)) * BN + static_cast<int>(column % BN);
+    return ring_tile(j0, static_cast<int>(column / BN)) * BN + static_cast<int>(column % BN);
   }
   // The warp's first column among the block's.
   static TXL_DEVICE int own_column() { return BM - 16 - 16 * opaque(warp()); }
@@ -164,7 +158,7 @@ struct QueryBlock {
   // brought.
   TXL_DEVICE void copy_tile(int j0) {
     copy_keys(k_tile(j0), k_rows, j0);
-    for_new_rows(j0, [&](Tile<BN> to, int c) { copy_positions(to, c); });
+    for_new_rows(j0, [&](Tile<BN> to, int c) { copy_rows_of_r<BN>(to, copier, r_rows, c); });
     if constexpr (kScores) copy_keys(v_tile(j0), v_rows, j0);
     commit_copies();
   }
@@ -172,25 +166,21 @@ struct QueryBlock {
   TXL_DEVICE void copy_keys(Tile<BN> to, const Copied& from, int j0) const {
     copier.template copy<BN>(to, from, mask.has_keys(j0, BN), j0, [&](int n) { return mask.key(j0 + n); });
   }
-  TXL_DEVICE void copy_positions(Tile<BN> to, int c) const {
-    copier.template copy<BN>(to, r_rows, has_rows(p, c, BN), c,
-                             [&](int n) { return RowOf{p.r_row(c + n), true}; });
-  }
 
   // f(where in the ring, the first row of r, not yet clamped) for each BN rows that the tile needs anew:
   // none, if it is far.
   template <typename F>
   TXL_DEVICE void for_new_rows(int j0, F f) const {
     if (is_far(j0)) return;
-    for (int chunk = follows_band(j0) ? kChunks - 1 : 0; chunk < kChunks; ++chunk)
-      f(ring(ring_chunk(j0, chunk)), lowest_row(j0) + chunk * BN);
+    for (int n = follows_band(j0) ? kBandTiles - 1 : 0; n < kBandTiles; ++n)
+      f(ring(ring_tile(j0, n)), lowest_row(j0) + n * BN);
   }
 
   // ---- A tile ----
 
   static TXL_DEVICE void wait_tile() { wait_copied(); }
 
-  // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupBlock has a take_scores of its own, and also
+  // score = (q + u) k^T + (q + v) r^T, moved. WarpgroupQueryBlock has a take_scores of its own, and also
   // begin_copies, copy_tile, wait_tile, add_keys and add_values.
   template <bool>
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {

@@ -29,7 +29,7 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
 
   // Whether some of the tile's pairs, or of those carried to it, have no row of r of their own.
   TXL_DEVICE bool is_clamped(int j0) const { return !has_rows(this->p, this->lowest_row(j0), BM + BN - 1); }
-  TXL_DEVICE bool ends_band(int j0) const { return j0 + BN >= this->tiles.end || is_far(j0 + BN); }
+  TXL_DEVICE bool ends_band(int j0) const { return j0 + BN >= this->bounds.end || is_far(j0 + BN); }
 
   TXL_DEVICE void copy_tile(int j0) {
     Base::copy_tile(j0);

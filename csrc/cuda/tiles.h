@@ -53,16 +53,16 @@ TXL_DEVICE T opaque(T x) {
 
 // What a problem's scale and dropout_p come to. By the host: GPUs are slow with numbers of 64 bits.
 struct Scales {
-  float sign;     // of q + u and q + v, which have a negative scale's
-  float queries;  // what makes a gradient of a sum of dS with them
-  float scores;   // exp2(score * scores). Never 0: a hidden key's score is -inf
-  float kept;     // by dropout
+  float sign;       // of q + u and q + v, which have a negative scale's
+  float magnitude;  // what makes a gradient of a sum of dS with them
+  float log2;       // exp2(score * log2). Never 0: a hidden key's score is -inf
+  float dropout;    // of what it keeps: 1 / (1 - p)
 
   explicit Scales(const Problem& p)
       : sign(p.scale < 0 ? -1.0f : 1.0f),
-        queries(static_cast<float>(p.scale < 0 ? -p.scale : p.scale)),
-        scores((queries < 1e-30f ? 1e-30f : queries) * kLog2e),
-        kept(static_cast<float>(1 / (1 - p.dropout_p))) {}
+        magnitude(static_cast<float>(p.scale < 0 ? -p.scale : p.scale)),
+        log2((magnitude < 1e-30f ? 1e-30f : magnitude) * kLog2e),
+        dropout(static_cast<float>(1 / (1 - p.dropout_p))) {}
 };
 
 // Multiples of BN, at least 0.
@@ -100,18 +100,30 @@ struct Mask {
   TXL_DEVICE bool sees(int i, int j) const { return i < L && has_key(j) && j - i >= below && j - i < above; }
 };
 
-// ---- Which tiles of keys a block of queries needs, and how ----
+// ---- Which tiles a block goes over, and how ----
 //
-// masked  before all_lo and from all_hi on: some queries do not see some keys.
-// far     every pair uses the first row of r (or every one the last): one product per query is the band.
-// band    the rest.
+// Of keys for a block of queries, of queries for one of keys, by where they begin, in this order:
+//
+// masked  before all_lo: some queries do not see some keys.
+// far     before near: every pair uses the same row of r, the first or the last: one product per query is
+//         the band.
+// near    before near_end: the band is computed.
+// far     before all_hi: the other end of r.
+// masked  before end.
+struct TileBounds {
+  int begin, all_lo, near, near_end, all_hi, end;
 
-struct KeyTiles {
-  int begin, all_lo, near, far_last, all_hi, end;  // masked, far (first row), band, far (last row), masked
+  TXL_DEVICE bool is_hidden(int x) const { return (x < begin) | (x >= end); }
+  TXL_DEVICE bool is_masked(int x) const { return (x < all_lo) | (x >= all_hi); }
+  TXL_DEVICE bool is_far(int x) const {
+    return ((x >= all_lo) & (x < near)) | ((x >= near_end) & (x < all_hi));  // without jumps
+  }
+  // Where, behind tile x that is not far, far ones begin, or nothing does.
+  TXL_DEVICE int next_far(int x) const { return x < near ? all_lo : x < near_end ? near_end : end; }
 };
 
 template <int BM, int BN>
-TXL_DEVICE KeyTiles key_tiles(const Problem& p, Range batch, int64_t i0) {
+TXL_DEVICE TileBounds key_tiles(const Problem& p, Range batch, int64_t i0) {
   const Range first = p.keys_of_query(batch, i0);
   const Range last = p.keys_of_query(batch, smaller(i0 + BM, p.L) - 1);
   const int64_t begin = floor_to<BN>(first.lo), end = larger(begin, last.hi);
@@ -119,14 +131,11 @@ TXL_DEVICE KeyTiles key_tiles(const Problem& p, Range batch, int64_t i0) {
   const int64_t all_hi = larger(smaller(floor_to<BN>(first.hi), end), all_lo);
   // Key 0's rows of r: the highest is that of the block's first query, the lowest that of its last.
   const int64_t high = p.band(i0, 0), low = p.band(i0 + BM - 1, 0);
-  // Rows before the first below far_0, behind the last from far_1 on.
-  const int64_t far_0 = larger(all_lo, smaller(floor_to<BN>(-high), all_hi));
-  const int64_t far_1 = smaller(larger(far_0, smaller(ceil_to<BN>(p.N - low), end)), all_hi);
-  KeyTiles t;
-  t.begin = static_cast<int>(begin), t.end = static_cast<int>(end);
-  t.all_lo = static_cast<int>(all_lo), t.all_hi = static_cast<int>(all_hi);
-  t.near = static_cast<int>(far_0), t.far_last = static_cast<int>(far_1);
-  return t;
+  // Rows before the first below near, behind the last from near_end on.
+  const int64_t near = larger(all_lo, smaller(floor_to<BN>(-high), all_hi));
+  const int64_t near_end = smaller(larger(near, smaller(ceil_to<BN>(p.N - low), end)), all_hi);
+  return {static_cast<int>(begin),    static_cast<int>(all_lo), static_cast<int>(near),
+          static_cast<int>(near_end), static_cast<int>(all_hi), static_cast<int>(end)};
 }
 
 // ---- The grid ----
@@ -171,6 +180,12 @@ TXL_DEVICE void store_pair(uint32_t address, float x, float y) {
 }
 
 // ---- Tiles in shared memory ----
+
+// Where a block's begin: shared_base() is a multiple of 128, and a block has bytes for what that may lack.
+template <uint32_t kAlignment>
+TXL_DEVICE uint32_t aligned_base() {
+  return (shared_base() + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 // The place in a group of 16 rows by 32 bytes whose address this lane gives to load_matrix_x4: 8 by 8
 // elements of 16 bits each are to it what 8 by 4 of float32 are to tensor cores.
@@ -319,7 +334,7 @@ struct Copier {
   static_assert(kThreads >= kPieces, "a thread for each piece of a row");
 
   // A tensor's batch entry and head, and where the thread's column begins.
-  struct Rows {
+  struct From {
     const View& view;
     int b, h;
     const char* column;
@@ -337,14 +352,14 @@ struct Copier {
 
   TXL_DEVICE bool has_pieces() const { return kEvery * kPieces == kThreads || row < kEvery; }
 
-  TXL_DEVICE Rows rows(const View& view, int b, int h) const {
+  TXL_DEVICE From rows(const View& view, int b, int h) const {
     return {view, b, h, reinterpret_cast<const char*>(Source<E>(view, b, h, p).data + channel)};
   }
 
   // Starts to copy kRows rows to a tile. whole: they are the tensor's from `first` on; else row n is what
   // row_of(n), a RowOf, says. The channels from D on are zeros too. All threads of the block take part.
   template <int kRows, typename F>
-  TXL_DEVICE void copy(Tile to, const Rows& from, bool whole, int first, F row_of) const {
+  TXL_DEVICE void copy(Tile to, const From& from, bool whole, int first, F row_of) const {
     if constexpr (!kHeld) {
       const Copier<kThreads, Tile, true> now(p);
       const auto rows_now = now.rows(from.view, opaque(from.b), opaque(from.h));
@@ -358,7 +373,7 @@ struct Copier {
 
  private:
   template <int kRows, typename F>
-  TXL_DEVICE void copy_pieces(Tile to, const Rows& from, F row_of) const {
+  TXL_DEVICE void copy_pieces(Tile to, const From& from, F row_of) const {
     if (!has_pieces()) return;
     const int row_bytes = static_cast<int>(from.view.row) * static_cast<int>(sizeof(E));
     TXL_UNROLL_GPU
@@ -371,6 +386,14 @@ struct Copier {
     }
   }
 };
+
+// kRows rows of r from c on, of which those that are clamped are repeated.
+template <int kRows, typename Copier, typename Tile>
+TXL_DEVICE void copy_rows_of_r(Tile to, const Copier& copier, const typename Copier::From& r, int c) {
+  const Problem& p = copier.p;
+  copier.template copy<kRows>(to, r, has_rows(p, c, kRows), c,
+                              [&](int n) { return RowOf{p.r_row(c + n), true}; });
+}
 
 // The same for rows that are copied once.
 template <int kThreads, int kRows, typename Tile, typename F>

@@ -2,8 +2,8 @@
 // type and class of head dimensions: TXL_ELEMENT (bf16, f16), TXL_HEAD (64, 128).
 #include "backward.h"
 #include "forward.h"
-#include "warpgroup_block.h"
 #include "warpgroup_key_block.h"
+#include "warpgroup_query_block.h"
 #include "warpgroup_row_block.h"
 #include "warpgroup_slope_block.h"
 
@@ -21,30 +21,24 @@ BoxedSizes sizes_of(const View& view, const Problem& p, int64_t batch, int64_t r
 }
 
 template <typename E, int kHead>
-int WarpgroupKernels<E, kHead>::forward(const ForwardParams<Forward>& params, void* stream) {
+int WarpgroupKernels<E, kHead>::forward(const ForwardParams& params, void* stream) {
   const Problem& p = params.p;
-  ForwardParams<BoxedForward> x{p,
-                                {params.t, {}, {}, {}, false},
-                                params.scale,
-                                params.splits,
-                                params.split_keys,
-                                params.parts,
-                                params.heads_together};
+  BoxedForwardParams x{params, {}, {}, {}, false};
   const BoxedSizes k = sizes_of<E>(x.t.k, p, p.B, p.K), v = sizes_of<E>(x.t.v, p, p.B, p.K),
                    r = sizes_of<E>(x.t.r, p, 1, p.N);
-  x.t.boxes = has_boxes(k) && has_boxes(v) && has_boxes(r);
-  if (x.t.boxes) {
+  x.boxes = has_boxes(k) && has_boxes(v) && has_boxes(r);
+  if (x.boxes) {
     int error = bind_context();
-    if (!error) error = make_tensor_map(x.t.k_map, x.t.k.data, k);
-    if (!error) error = make_tensor_map(x.t.v_map, x.t.v.data, v);
-    if (!error) error = make_tensor_map(x.t.r_map, x.t.r.data, r);
+    if (!error) error = make_tensor_map(x.k_map, x.t.k.data, k);
+    if (!error) error = make_tensor_map(x.v_map, x.t.v.data, v);
+    if (!error) error = make_tensor_map(x.r_map, x.t.r.data, r);
     if (error) return error;
   }
-  return launch_with_dropout<WarpgroupBlock<E, kHead>>(x, stream);
+  return launch_with_dropout<WarpgroupQueryBlock<E, kHead>>(x, stream);
 }
 
 template <typename E, int kHead>
-int WarpgroupKernels<E, kHead>::decode(const ForwardParams<Forward>& params, void* stream) {
+int WarpgroupKernels<E, kHead>::decode(const ForwardParams& params, void* stream) {
   const int error = launch_block<ForwardBlock<E, kHead, 1, true>>(params, stream);
   return error ? error : launch_merge<E, true>(params, stream);
 }

@@ -42,13 +42,11 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
         own(query_tiles<BM, 64>(x.p, x.chunk, {mask.lo, mask.hi}, this->j0 + 64 * group)) {}
 
   // Those of the warpgroup's own keys, not the block's.
-  TXL_DEVICE bool is_hidden(int i0) const { return (i0 < own.begin) | (i0 >= own.end); }
-  TXL_DEVICE bool is_masked(int i0) const { return (i0 < own.far_last) | (i0 >= own.all_hi); }
+  TXL_DEVICE bool is_hidden(int i0) const { return own.is_hidden(i0); }
+  TXL_DEVICE bool is_masked(int i0) const { return own.is_masked(i0); }
 
-  // Up to where the block has no far tile, behind i0, which is none.
-  TXL_DEVICE int end_of_near(int i0) const {
-    return smaller(i0 < this->tiles.near ? this->tiles.far_last : this->tiles.far_first, own.all_hi);
-  }
+  // The block's far tiles end it too: of these there is no band.
+  TXL_DEVICE int end_of_near(int i0) const { return smaller(this->bounds.next_far(i0), own.all_hi); }
 
   TXL_DEVICE void begin_copies() {
     make_mbarriers(of_position(), 2, first_warp);
@@ -56,13 +54,13 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
     by_threads = true;  // keys and values will be copied
   }
 
-  // Where there are two places for queries, they come with what the band needs, a tile ahead. Rows of r that
+  // Where there are two slots for queries, they come with what the band needs, a tile ahead. Rows of r that
   // are repeated are copied by all threads. Rows that r has not are zeros, where no pair is
   // clamped: then none that is seen uses them.
   TXL_DEVICE void copy_position(int i0) {
     const bool near = !this->is_far(i0);
     const auto by_engine = [&](int c) { return !this->params.clamps || has_rows(this->p, c, BM); };
-    if (elected(first_warp)) {
+    tell_engine(first_warp, of_position(), [&] {
       if (near) {
         copy_panels(this->q_v(), boxed.q_v_map, i0 / 8, 0, this->b * static_cast<int>(this->p.H) + this->h,
                     of_position());
@@ -71,12 +69,13 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
         });
       }
       if constexpr (kAhead) copy_boxes_of_queries(i0, of_position());
-      mbarrier_arrive(of_position());  // the last: the phase may not end before all boxes are counted
-    }
-    if constexpr (kAhead) this->copy_statistics(i0, place_of(i0)), commit_copies();
+    });
+    if constexpr (kAhead) this->copy_statistics(i0, slot_of(i0)), commit_copies();
     if (!near || !this->params.clamps) return;
     this->for_new_rows(i0, [&](Tile to, int c) {
-      if (!by_engine(c)) this->copy_rows_of_r(to, c), by_threads = true;
+      if (by_engine(c)) return;
+      copy_rows_of_r<BM>(to, this->copier, this->r_rows, c);
+      by_threads = true;
     });
   }
   TXL_DEVICE void wait_position() {
@@ -89,15 +88,12 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
 
   TXL_DEVICE void copy_queries(int i0) const {
     if constexpr (kAhead) return;
-    if (elected(first_warp)) {
-      copy_boxes_of_queries(i0, of_queries());
-      mbarrier_arrive(of_queries());
-    }
+    tell_engine(first_warp, of_queries(), [&] { copy_boxes_of_queries(i0, of_queries()); });
     this->copy_statistics(i0, 0);
     commit_copies();
   }
   TXL_DEVICE void wait_queries(int i0) {
-    this->place = place_of(i0);
+    this->slot = slot_of(i0);
     if constexpr (!kAhead) {
       mbarrier_wait(of_queries(), parity), parity ^= 1;
       wait_copies<0>();
@@ -108,10 +104,10 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
   // Of the tile's queries, row n of q + v.
   static TXL_DEVICE int query_of_row(int n) { return eight_apart(n); }
 
-  // The first warpgroup has the first chunk of columns and half of the second, the other one the rest.
+  // The first warpgroup has the first tile of columns and half of the second, the other one the rest.
   TXL_DEVICE void take_band(int i0) const {
-    static_assert(kGroups == 2 && Base::kChunks == 3, "three chunks of columns to two warpgroups");
-    const auto rows = [&](int chunk) { return this->ring(Base::ring_chunk(i0, chunk)); };
+    static_assert(kGroups == 2 && Base::kBandTiles == 3, "three tiles of columns to two warpgroups");
+    const auto rows = [&](int tile) { return this->ring(Base::ring_tile(i0, tile)); };
     const int query = opaque(query_of_row(warp() % 4 * 16 + lane() / 4));
     float half[4][4], whole[8][4];
     warpgroup_begin();
@@ -215,17 +211,17 @@ struct WarpgroupKeyBlock : KeyBlock<E, kHead, kWarpgroupKeys, 64, 8, false, true
  private:
   const BoxedKeyParams& boxed;
   int group;        // the warp's
-  QueryTiles own;   // of its keys
+  TileBounds own;   // of its keys
   bool by_threads;  // whether they have copied some of what wait_position waits for
   bool first_warp = is_first_warp();
   uint32_t parity = 0;  // of the phases of the mbarriers that are under way
 
-  static constexpr bool kAhead = Base::kPlaces == 2;
-  static TXL_DEVICE uint32_t place_of(int i0) { return kAhead ? static_cast<uint32_t>(i0) / BM % 2 : 0; }
+  static constexpr bool kAhead = Base::kSlots == 2;
+  static TXL_DEVICE uint32_t slot_of(int i0) { return kAhead ? static_cast<uint32_t>(i0) / BM % 2 : 0; }
 
   TXL_DEVICE void copy_boxes_of_queries(int i0, uint32_t mbarrier) const {
-    copy_panels(this->q_u(place_of(i0)), boxed.q_u_map, i0, this->h, this->b, mbarrier);
-    copy_panels(this->dout(place_of(i0)), boxed.dout_map, i0, this->h, this->b, mbarrier);
+    copy_panels(this->q_u(slot_of(i0)), boxed.q_u_map, i0, this->h, this->b, mbarrier);
+    copy_panels(this->dout(slot_of(i0)), boxed.dout_map, i0, this->h, this->b, mbarrier);
   }
 
   TXL_DEVICE uint32_t slopes_place() const {

@@ -18,28 +18,27 @@ struct WarpgroupRowBlock {
   using Element = E;
   static constexpr int kHead = kChannels, BM = 64, kWarps = kWarpgroupRows / 16;
   static constexpr bool kPanels = true;
-  static constexpr int kPlaces = kHead <= 64 ? 4 : 3;  // shared memory has room for two such blocks
+  static constexpr int kSlots = kHead <= 64 ? 4 : 3;  // shared memory has room for two such blocks
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
 
-  // Shared memory: eight rows of 128 bytes of ones, an mbarrier for each place.
-  static constexpr uint32_t kOnesBytes = 1024, kOwnBytes = kOnesBytes + (kPlaces + 1) / 2 * 16;
+  // Shared memory: eight rows of 128 bytes of ones, an mbarrier for each slot.
+  static constexpr uint32_t kOnesBytes = 1024, kOwnBytes = kOnesBytes + (kSlots + 1) / 2 * 16;
 
   // at: of the shared memory that is its own.
   TXL_DEVICE void begin_copies(uint32_t at) {
     own = at;
     for (int n = thread_index(); n < static_cast<int>(kOnesBytes) / 4; n += 32 * kWarps)
       store_shared(own + static_cast<uint32_t>(n) * 4, ones<E>());
-    make_mbarriers(mbarrier(0), kPlaces, first_warp);  // and a fence; all meet before the first copy
+    make_mbarriers(mbarrier(0), kSlots, first_warp);  // and a fence; all meet before the first copy
   }
   template <typename Tile>
-  TXL_DEVICE void copy(Tile to, const Params& params, int i0, int h, int b, uint32_t place) const {
-    if (!elected(first_warp)) return;
-    copy_panels(to, params.q_v_map, i0, h, b, mbarrier(place));
-    mbarrier_arrive(mbarrier(place));
+  TXL_DEVICE void copy(Tile to, const Params& params, int i0, int h, int b, uint32_t slot) const {
+    tell_engine(first_warp, mbarrier(slot),
+                [&] { copy_panels(to, params.q_v_map, i0, h, b, mbarrier(slot)); });
   }
-  TXL_DEVICE void wait(uint32_t place) {
-    mbarrier_wait(mbarrier(place), parities >> place & 1);
-    parities ^= 1u << place;
+  TXL_DEVICE void wait(uint32_t slot) {
+    mbarrier_wait(mbarrier(slot), parities >> slot & 1);
+    parities ^= 1u << slot;
   }
 
   template <bool kMasked, int kHeadTiles, typename Tile, typename F>
@@ -77,9 +76,9 @@ struct WarpgroupRowBlock {
  private:
   uint32_t own;
   bool first_warp = is_first_warp();
-  uint32_t parities = 0;  // of the mbarriers' phases that are under way, a bit for each place
+  uint32_t parities = 0;  // of the mbarriers' phases that are under way, a bit for each slot
 
-  TXL_DEVICE uint32_t mbarrier(uint32_t place) const { return own + kOnesBytes + place * 8; }
+  TXL_DEVICE uint32_t mbarrier(uint32_t slot) const { return own + kOnesBytes + slot * 8; }
 };
 
 // It would have a few registers too many for a second.

@@ -39,11 +39,11 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
         params(x),
         group(uniform(warp() / 4)),
         own(i0 + 64 * group < x.chunk.hi ? key_tiles<64, BN>(x.p, {mask.lo, mask.hi}, i0 + 64 * group)
-                                         : KeyTiles{}) {}
+                                         : TileBounds{}) {}
 
   // Those of the warpgroup's own queries, not the block's.
-  TXL_DEVICE bool is_hidden(int j0) const { return (j0 < own.begin) | (j0 >= own.end); }
-  TXL_DEVICE bool is_masked(int j0) const { return (j0 < own.all_lo) | (j0 >= own.all_hi); }
+  TXL_DEVICE bool is_hidden(int j0) const { return own.is_hidden(j0); }
+  TXL_DEVICE bool is_masked(int j0) const { return own.is_masked(j0); }
   TXL_DEVICE bool is_clamped(int j0) const { return !has_rows(this->p, lowest_own_row(j0), 64 + BN - 1); }
   TXL_DEVICE bool ends_band(int j0) const { return j0 + BN >= own.end || is_far(j0 + BN); }
 
@@ -60,16 +60,15 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   // Keys that a batch entry has not may hold anything, and rows that r has not are zeros: both are in tiles
   // that are checked. Of dS a thread has a piece of every 32nd row.
   TXL_DEVICE void copy_tile(int j0) const {
-    if (elected(first_warp)) {
+    tell_engine(first_warp, mbarrier(), [&] {
       copy_panels(this->k_tile(j0), params.k_map, j0, this->h, this->b, mbarrier());
       this->for_new_rows(j0,
                          [&](Tile to, int c) { copy_panels(to, params.r_map, c, this->h, 0, mbarrier()); });
-      mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
-    }
+    });
     constexpr int kRows = Base::kThreads / kPieces;
     const E* const slopes = params.template slopes<E>(
         opaque(this->b), opaque(this->h), i0 + query_of_row(copied_row()), copied_piece() * kPiece<E>);
-    const uint32_t to = at(copied_row(), place(j0), copied_piece() * 16);
+    const uint32_t to = at(copied_row(), slot_of(j0), copied_piece() * 16);
     TXL_UNROLL_GPU
     for (int n = 0; n < BM; n += kRows) {
       const int query = query_of_row(n);  // more than the thread's first row's
@@ -89,7 +88,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     const int row = 16 * warp() + corner.row;
     TXL_UNROLL_GPU
     for (int m = 0; m < kSquares; ++m)
-      load_matrix_x4(ds[m].part[0].r, at(row, place(j0), 32 * m + 16 * corner.piece));
+      load_matrix_x4(ds[m].part[0].r, at(row, slot_of(j0), 32 * m + 16 * corner.piece));
   }
 
   template <bool kEdge>
@@ -106,9 +105,9 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
 
   template <bool kEdge>
   TXL_DEVICE void add_band(float (&acc)[kHeadTiles][4], Square<E> (&ds)[kSquares], int j0) const {
-    // The warpgroup's columns begin with this chunk of the block's.
+    // The warpgroup's columns begin with this tile of the block's.
     const int first = kGroups - 1 - group;
-    const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
+    const auto r = [&](int n) -> Tile { return this->ring(this->ring_tile(j0, first + n)); };
     if constexpr (kEdge) {
       add_seen(acc, j0, r(0));
       // Of the next tile none is seen, or has a row of r of its own.
@@ -126,12 +125,12 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   // come, the one that is multiplied, and the one before. In it the pieces of 16 bytes are moved on, from row
   // to row by two: eight rows lie in four different places, and in eight if each is read one piece further
   // than the one before. Both are read as often.
-  static constexpr int kTiles = 3, kPieces = 8;
-  static constexpr uint32_t kSlopePitch = kTiles * 128;
+  static constexpr int kSlopeSlots = 3, kPieces = 8;
+  static constexpr uint32_t kSlopePitch = kSlopeSlots * 128;
   static_assert(kSlopePitch == Base::kBandPitch * sizeof(E) && BN * sizeof(E) == 128, "room for dS");
 
-  int group;     // the warp's
-  KeyTiles own;  // of its queries
+  int group;       // the warp's
+  TileBounds own;  // of its queries
   bool first_warp = is_first_warp();
   uint32_t parity = 0;  // of the mbarrier's phase that is under way
 
@@ -141,11 +140,11 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   static TXL_DEVICE int copied_row() { return thread() / kPieces; }
   static TXL_DEVICE int copied_piece() { return thread() % kPieces; }
 
-  // A tile's place, and where byte x of its row is.
-  static TXL_DEVICE uint32_t place(int j0) { return static_cast<uint32_t>(j0) / BN % kTiles * 128; }
-  TXL_DEVICE uint32_t at(int row, uint32_t place, int x) const {
+  // A tile's slot, and where byte x of its row is.
+  static TXL_DEVICE uint32_t slot_of(int j0) { return static_cast<uint32_t>(j0) / BN % kSlopeSlots * 128; }
+  TXL_DEVICE uint32_t at(int row, uint32_t slot, int x) const {
     const auto n = static_cast<uint32_t>(row);
-    return this->base + Base::kBandAt + n * kSlopePitch + place + ((static_cast<uint32_t>(x) + 32 * n) & 127);
+    return this->base + Base::kBandAt + n * kSlopePitch + slot + ((static_cast<uint32_t>(x) + 32 * n) & 127);
   }
 
   // Row of r of the warpgroup's last query and key j0, not yet clamped: its column 0 of the band.
@@ -158,7 +157,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
     // The second query's keys begin at an even one. The first one's are those less one: half of a word, and
     // half of the next.
     const int row = this->row_of_lane(0), key = own_query() - 62 + opaque(lane()) % 4 * 2;
-    const uint32_t before = place(j0 + (kTiles - 1) * BN), here = place(j0);
+    const uint32_t before = slot_of(j0 + (kSlopeSlots - 1) * BN), here = slot_of(j0);
     const auto word = [&](uint32_t below, int x) {
       return load_shared<uint32_t>(at(row, x < 0 ? before : here, 2 * x) + below);
     };
@@ -185,7 +184,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
           for (int x = 0; x < 2; ++x) {
             const int c = column + 16 * m + 8 * n + x, key = c - 63 + query + y, j = j0 + key;
             if (has_rows(this->p, lowest + c, 1) && mask.sees(i0 + 64 * group + query + y, j))
-              pair |= static_cast<uint32_t>(load_shared<uint16_t>(at(row + 8 * y, place(j), 2 * key)))
+              pair |= static_cast<uint32_t>(load_shared<uint16_t>(at(row + 8 * y, slot_of(j), 2 * key)))
                       << 16 * x;
           }
           band.part[0].r[2 * n + y] = pair;

@@ -85,9 +85,9 @@ struct Workspace {
   static constexpr int kKeys = 32, kRows = 64, kQueries = 64;  // no block has fewer of each
 
   Chunks chunks;
-  void* slopes;         // dS of a chunk, [batches, heads, rows, columns]: rows of the problem's element
-  Statistics* queries;  // [B, H, L]
-  View q_u, q_v;        // [B, H, L, D]
+  void* slopes;            // dS of a chunk, [batches, heads, rows, columns]: rows of the problem's element
+  Statistics* statistics;  // [B, H, L]
+  View q_u, q_v;           // [B, H, L, D]
   // Clamped pairs' sums of dS (q + v), and of dS behind them, for the first and the last row of r. A chunk's
   // parts [batches, heads, blocks of queries, 2, D + 1] and their sums [heads, 2, D + 1]; none if no pair is
   // clamped.
@@ -122,7 +122,7 @@ struct Workspace {
       const int64_t count = heads * p.L + 7;  // a box of eight may end behind the last
       return View{take(count * p.D * element_bytes / 4), p.H * p.L * p.D, p.L * p.D, p.D};
     };
-    queries = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
+    statistics = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
     q_u = take_queries(), q_v = take_queries();
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
     clamped_parts = take(heads * div_up(p.L, kQueries) * ends);
@@ -146,7 +146,9 @@ struct BackwardParams {
   int heads_together;
   Chunk chunk;
 
-  TXL_DEVICE const Statistics* queries(int64_t b, int64_t h) const { return w.queries + (b * p.H + h) * p.L; }
+  TXL_DEVICE const Statistics* statistics(int64_t b, int64_t h) const {
+    return w.statistics + (b * p.H + h) * p.L;
+  }
 
   // dS of the chunk's query i and key j; the next query's is w.chunks.columns further.
   template <typename E>
@@ -167,6 +169,7 @@ template <typename E, int kHead>
 struct PrepareKernel {
   using Params = BackwardParams;
   static constexpr int kThreads = 128;
+  static constexpr uint32_t kSharedBytes = 0;
   // A thread has 16 bytes of a query, the threads of a query are neighbours.
   static constexpr int kChannels = kPiece<E>, kUsed = kHead / kChannels;
   static constexpr int kPieces = kUsed <= 4 ? 4 : kUsed <= 8 ? 8 : kUsed <= 16 ? 16 : 32;
@@ -187,24 +190,14 @@ struct PrepareKernel {
     const auto q = Numbers::load(t.q, b, h, i, channel, p);
     const auto u = Numbers::load(t.bias_u, 0, h, 0, channel, p),
                v = Numbers::load(t.bias_v, 0, h, 0, channel, p);
-    const auto out = Numbers::load(t.out, b, h, i, channel, p),
-               dout = Numbers::load(t.dout, b, h, i, channel, p);
-    const auto r_first = Numbers::load(t.r, 0, h, 0, channel, p),
-               r_last = Numbers::load(t.r, 0, h, p.N - 1, channel, p);
-
     const auto q_u = q.plus(u, x.scale.sign), q_v = q.plus(v, x.scale.sign);
-    const auto rounded = Numbers::of(q_v);
-    float delta = 0, first = 0, last = 0;
-    TXL_UNROLL_GPU
-    for (int d = 0; d < kChannels; ++d) {
-      delta += dout.x[d] * out.x[d];
-      first += rounded.x[d] * r_first.x[d];
-      last += rounded.x[d] * r_last.x[d];
-    }
-    for (int mask = 1; mask < kPieces; mask *= 2) {
-      delta += shuffle_xor(delta, mask);
-      first += shuffle_xor(first, mask);
-      last += shuffle_xor(last, mask);
+    const float delta =
+        product(Numbers::load(t.out, b, h, i, channel, p), Numbers::load(t.dout, b, h, i, channel, p));
+    float first = 0, last = 0;
+    if (x.clamps) {
+      const auto rounded = Numbers::of(q_v);
+      first = product(rounded, Numbers::load(t.r, 0, h, 0, channel, p));
+      last = product(rounded, Numbers::load(t.r, 0, h, p.N - 1, channel, p));
     }
     if (!exists) return;
     if (channel < p.D) {
@@ -212,7 +205,17 @@ struct PrepareKernel {
       store_global(reinterpret_cast<uint4*>(x.w.q_v.at<E>(0, 0, row) + channel), q_v);
     }
     const float lse = load_global(static_cast<const float*>(t.lse) + row) * kLog2e;
-    if (channel == 0) store_global(x.w.queries + row, Statistics{lse, delta, first, last});
+    if (channel == 0) store_global(x.w.statistics + row, Statistics{lse, delta, first, last});
+  }
+
+ private:
+  // Of two rows, of which a thread has a piece.
+  static TXL_DEVICE float product(const Piece<E>& x, const Piece<E>& y) {
+    float sum = 0;
+    TXL_UNROLL_GPU
+    for (int d = 0; d < kChannels; ++d) sum += x.x[d] * y.x[d];
+    for (int mask = 1; mask < kPieces; mask *= 2) sum += shuffle_xor(sum, mask);
+    return sum;
   }
 };
 

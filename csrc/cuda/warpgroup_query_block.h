@@ -13,12 +13,12 @@
 #pragma once
 
 #include "copy_engine.h"
-#include "query_block.h"
+#include "forward.h"
 
 namespace txl::cuda {
 
 // With what the copy engine is told of k, v and r; boxes: whether it can copy them.
-struct BoxedForward : Forward {
+struct BoxedForwardParams : ForwardParams {
   TensorMap k_map, v_map, r_map;
   bool boxes;
 };
@@ -26,12 +26,12 @@ struct BoxedForward : Forward {
 // Short rows leave room for two blocks of a warpgroup each on a multiprocessor; long ones for two warpgroups
 // that share keys and r.
 template <typename E, int kHead>
-struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, true> {
-  using Base = typename WarpgroupBlock::QueryBlock;
+struct WarpgroupQueryBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, true> {
+  using Params = BoxedForwardParams;
+  using Base = typename WarpgroupQueryBlock::QueryBlock;
   using Base::BM, Base::BN, Base::kSteps, Base::kKeyTiles, Base::kHeadTiles, Base::held;
-  using Base::i0, Base::mask, Base::tiles;
+  using Base::i0, Base::mask, Base::bounds;
   using Tile = typename Base::template Tile<BN>;
-  using ForwardTensors = BoxedForward;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
   static_assert(BN == kBoxRows, "a box is a panel of a tile");
   static constexpr bool kEngine = true;
@@ -39,30 +39,33 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
 
   static constexpr uint32_t kSharedBytes = Base::kSharedBytes + 8;  // with the mbarrier
 
-  TXL_DEVICE WarpgroupBlock(const Problem& problem, const BoxedForward& t, const typename Base::Place& place)
-      : Base(problem, t, place),
-        boxed(t),
+  TXL_DEVICE WarpgroupQueryBlock(const BoxedForwardParams& x, const typename Base::Place& place)
+      : Base(x.p, x.t, place),
+        boxed(x),
         group(kGroups == 1 ? 0 : uniform(warp() / 4)),
-        own(i0 + 64 * group < problem.L ? key_tiles<64, BN>(problem, {mask.lo, mask.hi}, i0 + 64 * group)
-                                        : KeyTiles{}),
+        own(i0 + 64 * group < x.p.L ? key_tiles<64, BN>(x.p, {mask.lo, mask.hi}, i0 + 64 * group)
+                                    : TileBounds{}),
         band(first_eight()),
+        // Query 63's columns are the tile's first, query i's begin 63 - i behind. The lane's first query has
+        // them one place to the left (write_columns), and its second, the next one, begins there too.
         first_column(62 - query_of_row(warp() % 4 * 16 + lane() / 4) + lane() % 4 * 2) {}
 
   // Those of the warpgroup's own queries, not the block's.
-  TXL_DEVICE bool is_hidden(int j0) const { return kGroups > 1 && ((j0 < own.begin) | (j0 >= own.end)); }
-  TXL_DEVICE bool is_masked(int j0) const { return (j0 < own.all_lo) | (j0 >= own.all_hi); }
-  TXL_DEVICE int end_of_near(int j0) const {
-    const int end = j0 < tiles.near ? tiles.all_lo : j0 < tiles.far_last ? tiles.far_last : own.all_hi;
-    return smaller(end, own.all_hi);
-  }
+  TXL_DEVICE bool is_hidden(int j0) const { return kGroups > 1 && own.is_hidden(j0); }
+  TXL_DEVICE bool is_masked(int j0) const { return own.is_masked(j0); }
+  // The block's far tiles end it too: of these there is no band.
+  TXL_DEVICE int end_of_near(int j0) const { return smaller(bounds.next_far(j0), own.all_hi); }
 
   // Plain tiles follow one that has left its columns of the band here, and the engine alone copies them and
-  // the next one. They have a loop without the tests of others, whose code is far apart, too.
+  // the next one. They have a loop without the tests of others, whose code is far apart, too. One warpgroup
+  // may be in it while the other is not: what is copied and the barriers that are met are the same
+  // (next_plain).
   TXL_DEVICE int end_of_plain(int j0, int end) const {
+    // more: how far the highest row that the next tile's band needs is from the end of r.
     const int lowest = this->lowest_row(j0),
-              more = static_cast<int>(this->p.N) - lowest - (Base::kChunks + 1) * BN;
+              more = static_cast<int>(this->p.N) - lowest - (Base::kBandTiles + 1) * BN;
     if (!boxed.boxes || lowest < 0 || is_first(j0)) return j0;
-    return smaller(smaller(end, tiles.end - BN), j0 + more + 1);
+    return smaller(smaller(end, bounds.end - BN), j0 + more + 1);
   }
 
   // Of rows 0 to 7 the order is that in which half a warp's four rows of the band, moved, begin in banks of
@@ -84,14 +87,16 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   TXL_DEVICE void copy_tile(int j0) {
     by_engine = boxed.boxes, by_threads = !by_engine;
     if (!by_engine) return Base::copy_tile(j0);
-    tell_engine(j0, [&] {
+    copy_boxes(j0, [&] {
       this->for_new_rows(j0, [&](Tile to, int c) {
         if (has_rows(this->p, c, BN)) copy_panels(to, boxed.r_map, c, this->h, 0, mbarrier());
       });
     });
-    if (has_rows(this->p, this->lowest_row(j0), Base::kChunks * BN)) return;
+    if (has_rows(this->p, this->lowest_row(j0), Base::kBandTiles * BN)) return;
     this->for_new_rows(j0, [&](Tile to, int c) {
-      if (!has_rows(this->p, c, BN)) this->copy_positions(to, c), by_threads = true;
+      if (has_rows(this->p, c, BN)) return;
+      copy_rows_of_r<BN>(to, this->copier, this->r_rows, c);
+      by_threads = true;
     });
     if (by_threads) commit_copies();
   }
@@ -106,19 +111,19 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   TXL_DEVICE void next_plain(int j0) {
     mbarrier_wait(mbarrier(), parity), parity ^= 1;
     sync_threads();
-    constexpr int kLast = Base::kChunks - 1;
+    constexpr int kLast = Base::kBandTiles - 1;
     const int next = j0 + BN;
-    tell_engine(next, [&] {
-      copy_panels(this->ring(this->ring_chunk(next, kLast)), boxed.r_map, this->lowest_row(next) + kLast * BN,
+    copy_boxes(next, [&] {
+      copy_panels(this->ring(this->ring_tile(next, kLast)), boxed.r_map, this->lowest_row(next) + kLast * BN,
                   this->h, 0, mbarrier());
     });
   }
 
   template <bool kPlain>
   TXL_DEVICE void take_scores(float (&score)[kKeyTiles][4], int j0) {
-    // The warpgroup's columns begin with this chunk of the block's.
+    // The warpgroup's columns begin with this tile of the block's.
     const int first = kGroups - 1 - group;
-    const auto r = [&](int chunk) -> Tile { return this->ring(this->ring_chunk(j0, first + chunk)); };
+    const auto r = [&](int n) -> Tile { return this->ring(this->ring_tile(j0, first + n)); };
     float columns[kKeyTiles][4];
     sync_warp();  // what the tile before has left here was read
     if (!kPlain && is_first(j0)) {
@@ -171,9 +176,9 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
   }
 
  private:
-  const BoxedForward& boxed;
+  const BoxedForwardParams& boxed;
   int group;         // the warp's
-  KeyTiles own;      // of its queries
+  TileBounds own;    // of its queries
   uint32_t band;     // where the lane's part of the first eight columns is
   int first_column;  // of those that its queries see, two at once, for key 0
   bool first_warp = is_first_warp();
@@ -192,12 +197,12 @@ struct WarpgroupBlock : QueryBlock<E, kHead, 64, (kHead <= 64 ? 4 : 8), 2, 2, tr
 
   // Keys, values, and the new rows of r by copy_new_rows.
   template <typename F>
-  TXL_DEVICE void tell_engine(int j0, F copy_new_rows) const {
-    if (!elected(first_warp)) return;
-    copy_panels(this->k_tile(j0), boxed.k_map, j0, this->h, this->b, mbarrier());
-    copy_new_rows();
-    copy_panels(this->v_tile(j0), boxed.v_map, j0, this->h, this->b, mbarrier());
-    mbarrier_arrive(mbarrier());  // the last: the phase may not end before all boxes are counted
+  TXL_DEVICE void copy_boxes(int j0, F copy_new_rows) const {
+    tell_engine(first_warp, mbarrier(), [&] {
+      copy_panels(this->k_tile(j0), boxed.k_map, j0, this->h, this->b, mbarrier());
+      copy_new_rows();
+      copy_panels(this->v_tile(j0), boxed.v_map, j0, this->h, this->b, mbarrier());
+    });
   }
 
   // BN columns of the band: as key j0's are the first of a tile's for the warpgroup's last query.
