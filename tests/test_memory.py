@@ -79,11 +79,12 @@ def test_published_shape(backend, options, backward):
     assert extra(backend.name, PUBLISHED, options, backward=backward) < 40 * MB < SCORES
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype, most", [("float64", 48), ("bfloat16", 40)])
 @linux
 @each_on_cpu
-def test_other_dtypes(backend, dtype):
-    assert extra(backend.name, dict(PUBLISHED, H=4), dtype=dtype) < 40 * MB
+def test_other_dtypes(backend, dtype, most):
+    """Of float64 a head's sums take as much as two heads' of float32."""
+    assert extra(backend.name, dict(PUBLISHED, H=4), dtype=dtype) < most * MB
 
 
 @linux

@@ -149,7 +149,8 @@ def rel_attention(
     Args:
         q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on
             the CPU; float32, bfloat16 or float16 on a GPU. Strides are free, but this tensor, like the
-            others, is copied if its last dimension is not contiguous.
+            others, is copied if its last dimension is not contiguous; by "cuda" also if its rows do not begin
+            at multiples of 16 bytes.
         k, v: keys and values of memory followed by segment, [B, H, K, D] with K >= L.
         r: projected relative keys W_kR R, [H, N, D], furthest distance first, N >= 1. All distances have rows
             of their own with N = K if causal, and with N = K + L - 1 if not. With fewer rows the distances

@@ -5,7 +5,7 @@ backend serves tensors on the CPU, slowly, every access to memory checked.
 
 On sm_90 bfloat16 and float16 have kernels of its own (TXL_CUDA_WARPGROUPS=0, or WARPGROUPS = False in this
 module: the others', by mma.sync): by wgmma forward with D up to 128 and more than 16 queries or dropout, and
-backward with D 33 to 64 or 97 to 128 where the copy engine can copy k, r and dO, as it can if 8 divides D.
+backward with D 33 to 64 or 97 to 128 where the copy engine can copy k, r and dO: those without a stride of 0.
 For up to 16 queries (decode, no dropout) the kernel that joins what blocks found is launched while they work
 (programmatic dependent launch), unless they come in several rounds.
 
