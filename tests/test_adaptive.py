@@ -7,9 +7,10 @@ import itertools
 import model_helpers
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_model import TransformerXLConfig
+from txl_model import TransformerXLConfig, adaptive
 from txl_model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 
 VOCAB, CUTOFFS, N = 57, (10, 19, 36), 50
@@ -82,6 +83,43 @@ def test_losses_are_those_of_the_full_distribution_in_token_order(fields):
         zip(*(torch.autograd.grad(x.sum(), upon) for x in (losses, full)), strict=True), upon, strict=True
     ):
         torch.testing.assert_close(a, b, msg=f"gradient of {list(parameter.shape)}")
+
+
+@pytest.mark.parametrize("fields", [dict(d_model=12, div_val=2), dict(d_model=12, cutoffs=())], ids=str)
+@pytest.mark.parametrize("n_scored", [0, 1, N // 2, N - 2, N])
+def test_rows_that_are_not_scored_have_no_scores(monkeypatch, fields, n_scored):
+    """Where they are many, and nobody traces."""
+    model = Adaptive(**fields)
+    hidden, labels = hidden_and_labels(12)
+    labels[torch.randperm(N, generator=torch.Generator().manual_seed(3))[n_scored:]] = -100
+    upon, rows, results = [hidden, *model.parameters()], [], []
+    scores = adaptive._scores
+    for traced in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(adaptive.registry, "is_traced", lambda traced=traced: traced)
+            patch.setattr(adaptive, "_scores", lambda h, *layer: (rows.append(len(h)), scores(h, *layer))[1])
+            losses = model.losses(hidden, labels)
+        grads = torch.autograd.grad(losses.sin().sum(), upon, allow_unused=True)
+        results.append([losses, *(torch.zeros(0) if grad is None else grad for grad in grads)])
+    n_products = len(rows) // 2
+    assert rows[0] == (n_scored if n_scored <= 0.75 * N else N) and rows[n_products] == N
+    torch.testing.assert_close(results[0], results[1])
+    if n_scored == N:
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_rows_that_are_not_scored_under_a_compiler_and_vmap():
+    model = Adaptive(d_model=12, cutoffs=())
+    hidden, labels = hidden_and_labels(12)
+    labels[5:] = -100
+    want = model.losses(hidden, labels)
+    compiled = torch.compile(model.losses, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(hidden, labels), want)
+    by_row = torch.func.vmap(lambda h, label: model.losses(h[None], label[None])[0])
+    torch.testing.assert_close(by_row(hidden, labels), want)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model.losses(mode.from_tensor(hidden), mode.from_tensor(labels)).shape == (N,)
 
 
 def test_clusters_use_the_columns_after_the_shortlist_in_order():

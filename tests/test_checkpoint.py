@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import fcntl
 import json
 import os
 import re
@@ -138,10 +139,28 @@ def test_what_may_change_and_what_may_not(copy):
         ({"seed": 1}, "train seed = 1111, now it is 1"),
         ({"optim": "sgd"}, "train optim = adam, now it is sgd"),
         ({"model": {"mem_len": 5}}, "model mem_len = 8, now it is 5"),
-        ({"corpus": {"name": "other", "unit": "byte"}}, "corpus name = test, now it is other"),
+        ({"corpus": {"name": "test", "unit": "char"}}, "corpus unit = byte, now it is char"),
     ]:
         with pytest.raises(ValueError, match=rf"step-00000013 was begun with {message}: to resume it"):
             run(copy, resume=True, **fields)
+
+
+@pytest.mark.parametrize("average", ["ema", "swa"])
+def test_averages_go_on_as_they_began(tmp_path, average):
+    run(tmp_path, average=average, max_step=4)
+    for name, before, now in [("average_start", 0, 6), ("ema_decay", 0.999, 0.9)]:
+        with pytest.raises(ValueError, match=f"begun with train {name} = {before}, now it is {now}"):
+            run(tmp_path, resume=True, average=average, max_step=5, **{name: now})
+
+
+def test_what_averages_would_be_does_not_matter_where_there_are_none(copy):
+    assert run(copy, resume=True, max_step=13, average_start=6, ema_decay=0.9).step == 13
+
+
+def test_the_same_text_under_another_name(copy):
+    before = fingerprint(copy)
+    run(copy, resume=True, corpus={"name": "other", "unit": "byte"})
+    assert fingerprint(copy) == before
 
 
 def test_a_model_of_another_shape(copy):
@@ -208,6 +227,39 @@ def test_a_changed_rate_or_scheduler_holds_from_there_on(tmp_path):
     run(tmp_path, resume=True, max_step=8, lr=0.001, **fields)
     run(tmp_path, resume=True, max_step=10, lr=0.001, **fields)
     assert rates() == [0.02] * 6 + [0.001] * 4
+
+
+# ------------------------------------------------------------------------------------- one training a folder
+
+
+def test_two_trainings_in_one_folder(tmp_path):
+    """The second, begun or resumed, says so and changes nothing; ended in any way, the first makes room."""
+    refused = []
+
+    def meanwhile(event):
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        for resume in {event["step"] >= 3, True}:
+            message = f"another training is running in {tmp_path}: wait for it or end it, or name another"
+            with pytest.raises(ValueError, match=message):
+                run(tmp_path, resume=resume)
+            refused.append(resume)
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+        if event["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, on_event=meanwhile)
+    assert {True, False} == set(refused)
+    assert run(tmp_path, resume=True).step == 12
+    assert run(tmp_path, resume=True).step == 12, "there is nothing left to do"
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert run(tmp_path).step == 12
 
 
 # ---------------------------------------------------------------------------------- the best model, going on
@@ -278,6 +330,21 @@ def test_a_best_model_that_was_deleted_is_followed_by_the_next(tmp_path):
     go_back(tmp_path, 6)
     shutil.rmtree(tmp_path / "best")
     assert run_with_losses(tmp_path, {8: 4.0, 12: 5.0}) == [True, True, False]
+
+
+@pytest.mark.parametrize("name, value", [("eval_tgt_len", 3), ("eval_max_tokens", 9), ("eval_batch_size", 2)])
+def test_losses_of_another_reading_are_no_losses_to_beat(tmp_path, name, value):
+    losses, notes = {4: 1.0, 8: 3.0, 12: 2.0, 16: 2.5}, []
+    fields = {"scheduler": "dev_perf", "patience": 0, "keep": 99}
+    run_with_losses(tmp_path, losses, max_step=4, **fields)
+    fields |= {name: value, "max_step": 16, "on_event": notes.append}
+    assert run_with_losses(tmp_path, losses, **fields) == [True, True, True, False]
+    rates = [e["lr"] for e in notes if e["event"] == "train"]
+    assert rates == [0.02] * 12, "the plateau begins anew"
+    said = [e["message"] for e in notes if e["event"] == "note"]
+    assert said[1:] == ["the next evaluation replaces best/, whose losses are of another reading"]
+    go_back(tmp_path, 4)  # before its first checkpoint: the same once more
+    assert run_with_losses(tmp_path, losses, **fields) == [True, True, True, False]
 
 
 # ----------------------------------------------------------------------------------------------- killing
@@ -494,6 +561,30 @@ def test_save_and_load(tmp_path):
     assert mode & 0o777 == (tmp_path / "new" / "folder" / "config.json").stat().st_mode & 0o777
 
 
+def test_loading_draws_no_weights(tmp_path):
+    save_model(TransformerXL(model_config(pre_lnorm=True)).half(), tmp_path)
+    before = torch.get_rng_state()
+    with torch.device("meta"):  # somebody's default
+        loaded = load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    for parameter in loaded.parameters():
+        assert parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.requires_grad
+    assert loaded.state_dict().keys() == dict(loaded.named_parameters()).keys()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    loaded.train()(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in loaded.parameters())
+
+
+def test_an_evaluation_draws_no_weights(tmp_path, monkeypatch):
+    trainer, states = make_trainer(tmp_path, max_step=4), []
+    build = TransformerXL.__init__
+    monkeypatch.setattr(
+        TransformerXL, "__init__", lambda *args: (build(*args), states.append(torch.get_default_device()))[0]
+    )
+    trainer.run()
+    assert [device.type for device in states] == ["meta"]
+
+
 def test_a_compiled_model_is_saved_under_its_own_names(tmp_path, monkeypatch):
     model = TransformerXL(model_config())
     save_model(torch.compile(model), tmp_path / "model")
@@ -604,7 +695,7 @@ def test_models_that_cannot_be_loaded(tmp_path, harm, message):
 def test_no_pickle(finished):
     """Nothing that is written could hold code, and nothing that is read is given the chance."""
     kinds = {p.suffix for p in finished.rglob("*") if p.is_file()}
-    assert kinds == {".json", ".jsonl", ".safetensors"}
+    assert kinds == {".json", ".jsonl", ".safetensors", ""}  # the last: .lock, which is empty
     for path in Path(txl_model.__file__).parent.rglob("*.py"):
         source = path.read_text()
         if "pickle" in source:

@@ -25,6 +25,7 @@ import txl_model.attention
 from txl_kernels import cpu, registry
 from txl_model import TransformerXLConfig, __main__, cli
 from txl_model.data import OrderedBatches
+from txl_model.optim import learning_rate
 from txl_model.presets import PRESETS
 from txl_model.train_config import TrainConfig
 
@@ -137,6 +138,33 @@ def test_resume_keeps_a_vocabulary_larger_than_the_corpus(trained, tmp_path, cap
     assert txl(*args, 2, "--resume") == 0, capsys.readouterr().err
 
 
+def test_a_word_preset_for_fewer_words(tmp_path, capsys):
+    """Than it has clusters for."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 300)
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    assert txl("prepare", "text", tmp_path / "text.txt", corpus, "--unit", "word") == 0
+    small = (*SMALL[2:], "--max-step", 1, "--d-head", 16)
+    for i, (name, options, cutoffs, tie_projs, said) in enumerate(
+        [
+            ("wt103-base", (), [], [], True),
+            ("wt103-large", (), [], [], True),
+            ("wt103-base", ("--cutoffs", "3"), [3], [], False),
+            ("wt103-base", ("--cutoffs", "3,5,6"), [3, 5, 6], [False, True, True, True], False),
+            ("wt103-base", ("--cutoffs", "3", "--tie-projs", "0,1"), [3], [False, True], False),
+            ("wt103-base", ("--cutoffs", ""), [], [], False),
+            ("tiny", (), [], [], False),
+        ]
+    ):
+        capsys.readouterr()
+        args = ("train", corpus, f"{run}{i}", "--preset", name, *small, *options)
+        assert txl(*args) == 0
+        err = capsys.readouterr().err
+        assert (f"txl: {name} cuts a vocabulary of more than the 9 words there are: " in err) == said
+        model = json.loads((tmp_path / f"run{i}" / "config.json").read_text())["model"]
+        assert (model["cutoffs"], model["tie_projs"]) == (cutoffs, tie_projs)
+        assert txl(*args, "--resume") == 0
+
+
 def test_config_file_between_preset_and_options(trained, tmp_path):
     yaml = tmp_path / "config.yaml"
     yaml.write_text(
@@ -189,6 +217,32 @@ def test_eval_at_several_lengths(trained, tmp_path, capsys):
     alone = ("--mem-len", 8, "--warm-up", 24, "--max-tokens", 150, "--quiet", "--split", "valid")
     assert txl("eval", trained / "run", trained / "corpus", *alone) == 0
     assert f"{lengths[1]['bpc']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, tgt_len, mem_len, stride",
+    [
+        (("--half-loss", "--mem-len", 0), 16, 0, 8),
+        (("--half-loss", "--tgt-len", 15), 8, 31, None),
+        (("--ext-len", 4), 16, 28, None),
+        (("--ext-len", 4, "--mem-len", 0), 20, 0, 16),
+        (("--mem-len", 0), 16, 0, None),
+    ],
+    ids=str,
+)
+def test_eval_reads_as_training_did(trained, tmp_path, options, tgt_len, mem_len, stride):
+    run, out = tmp_path / "run", tmp_path / "e.json"
+    small = ("--max-step", 4, "--eval-batch-size", 1)
+    assert txl("train", trained / "corpus", run, *SMALL, *small, *options) == 0
+    read = ("eval", run, trained / "corpus", "--max-tokens", 200, "--quiet", "--json", out)
+    assert txl(*read) == 0
+    (got,) = json.loads(out.read_text())["evaluations"]
+    assert (got["tgt_len"], got["mem_len"], got["stride"]) == (tgt_len, mem_len, stride)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert got["loss"] == pytest.approx(log[-1]["loss"], rel=1e-6)
+    for more in ("--tgt-len=8", "--warm-up=8", "--mem-len=8", "--mem-len=4,8", "--preset=tiny"):
+        assert txl(*read, more) == 0
+        assert all(x["stride"] is None for x in json.loads(out.read_text())["evaluations"])
 
 
 def test_generate(trained, tmp_path, capsys):
@@ -265,7 +319,11 @@ def test_every_field_is_an_option(config, capsys):
     printed = capsys.readouterr().out
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in printed
-    assert "number of different tokens (default: the corpus's)" in " ".join(printed.split())
+    words = " ".join(printed.split())
+    assert "number of different tokens (default: the corpus's)" in words
+    assert "lr / sqrt(update), so that the warm-up rises to lr / sqrt(warmup_step) (default: cosine)" in words
+    config = TrainConfig(scheduler="inv_sqrt", lr=3.0, warmup_step=16)
+    assert [learning_rate(config, step) for step in (16, 64)] == [3.0 / 4, 3.0 / 8]
 
 
 @pytest.mark.parametrize("command", ["prepare", "train", "eval", "generate", "convert", "info"])

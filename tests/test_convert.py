@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
+from txl_model import cli
 from txl_model.checkpoint import load_model
 from txl_model.convert import (
     add_convert_arguments,
@@ -26,6 +27,7 @@ from txl_model.convert import (
     load_nvidia,
     run_convert,
 )
+from txl_model.data.vocabulary import Vocabulary
 
 V, L, H, D, D_MODEL, D_INNER, TGT, MEM = 30, 2, 2, 4, 8, 12, 5, 6
 CUTOFFS = (10, 15, 25)
@@ -502,8 +504,10 @@ def test_nvidia_s_checkpoint(tmp_path, vocabulary_module, capsys):
     torch.save(nvidia_checkpoint(vocab), tmp_path / "checkpoint_best.pt")
     vars(vocabulary_module).clear()
     convert("nvidia", tmp_path / "checkpoint_best.pt", tmp_path / "out")
-    assert (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8") == "<eos>\nthe\n\u00e9t\u00e9\n"
-    assert "same_length_extra" in capsys.readouterr().out
+    words = Vocabulary("word", ("<eos>", "the", "\u00e9t\u00e9"), line_end="<eos>")
+    assert Vocabulary.load(tmp_path / "out" / "vocabulary.json") == words
+    out = capsys.readouterr().out
+    assert "same_length_extra" in out and f"the vocabulary has 3 symbols, the model {V}" in out
     expected = from_authors(authors_state(), authors_args())
     expected.config.same_length_extra = 1
     assert_same_model(tmp_path / "out", expected)
@@ -573,10 +577,15 @@ def test_hugging_face_s_folder(tmp_path, weights, capsys):
     else:
         del state["crit.out_layers.0.weight"]
         safetensors.torch.save_file(state, source / weights)
-    (source / "vocab.txt").write_text("<eos>\nthe\n")
+    words = ("<eos>", "<unk>", *(f"word{i}" for i in range(V - 2)))
+    (source / "vocab.txt").write_text("\n".join(words) + "\n")
     (source / "vocab.pkl").write_bytes(b"anything")
     convert("huggingface", source, tmp_path / "out")
-    assert (tmp_path / "out" / "vocab.txt").read_text() == "<eos>\nthe\n"
+    saved = Vocabulary.load(tmp_path / "out" / "vocabulary.json")
+    assert saved == Vocabulary("word", words, line_end="<eos>", unknown="<unk>")
+    assert (
+        cli.main(["generate", str(tmp_path / "out"), "--prompt", "word1 other", "--max-new-tokens", "2"]) == 0
+    )
     assert not (tmp_path / "out" / "vocab.pkl").exists()
     out = capsys.readouterr().out
     assert "vocab.pkl is a pickle" in out and "zero_memory" in out and "tgt_len" in out
@@ -585,6 +594,22 @@ def test_hugging_face_s_folder(tmp_path, weights, capsys):
     )
     assert expected.config.zero_memory
     assert_same_model(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize(
+    "symbols, lower_case, expected",
+    [
+        (("<eos>", "The", "7"), False, Vocabulary("word", ("<eos>", "The", "7"), line_end="<eos>")),
+        (("<S>", "<UNK>", "a"), True, Vocabulary("word", ("<S>", "<UNK>", "a"), True, "<S>", "<UNK>")),
+        (("32", "101", "255"), False, Vocabulary("byte", (32, 101, 255), line_end="")),
+        (("32", "256"), False, Vocabulary("word", ("32", "256"))),
+        (("_", "e", "a"), False, Vocabulary("char", (" ", "e", "a"), lower_case=True, line_end="")),
+    ],
+)
+def test_what_the_symbols_are(symbols, lower_case, expected):
+    converted = from_authors(authors_state(), authors_args())
+    converted.take_vocabulary(symbols, lower_case)
+    assert converted.vocabulary == expected
 
 
 ran = []

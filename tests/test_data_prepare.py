@@ -591,6 +591,53 @@ def test_which_files(tmp_path):
     assert source["sha256"] == hashlib.sha256(listing.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("whole_files", [False, True])
+def test_names_that_are_not_utf_8(tmp_path, capsys, whole_files):
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+    names = [os.fsdecode(name) for name in (b"\xff.txt", b"a\xe9.txt", "\ue000.txt".encode(), b"z.txt")]
+    folder_of(root, {name: name[0] * 50 for name in names if "\udcff" not in name} | {names[0]: "y" * 50})
+    whole = ("--whole-files",) if whole_files else ()
+    out = tmp_path / os.fsdecode(b"out\xff")
+    run("text", root, out, "--valid", 0.25, "--test", names[0], *whole)
+    assert capsys.readouterr().out.startswith("out\\xff: a vocabulary of 256 bytes")
+    corpus = Corpus.open(out)
+    assert corpus.name == "out\\xff" and corpus.description["source"]["name"] == "caf\\xe9"
+    assert corpus.description["options"]["test"] == names[0]
+    digests = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
+    listing = b"".join(
+        f"{digests[n]}  ".encode() + os.fsencode(n) + b"\n" for n in sorted(names, key=os.fsencode)
+    )
+    assert corpus.description["source"]["sha256"] == hashlib.sha256(listing).hexdigest()
+    assert prepare_text(root / names[0], tmp_path / "one").description["source"]["name"] == "\\xff.txt"
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word"])
+def test_byte_order_marks(tmp_path, unit):
+    """At the beginning of a file, and nowhere else, they are no text; to bytes they are."""
+    mark = "\ufeff"
+    folder_of(
+        tmp_path / "in", {"1": f"{mark}one {mark}two\n", "2": f"{mark}one two\n", "3": f"{mark}a {mark}b"}
+    )
+    corpus = prepare_text(tmp_path / "in", tmp_path / "out", unit=unit, valid=0, test="3")
+    text = text_of(corpus, "train")
+    if unit == "byte":
+        assert text == f"{mark}one {mark}two\n{mark}one two\n"
+    else:
+        assert text.replace(" \n", "\n") == f"one {mark}two\none two\n"
+        assert mark not in corpus.vocabulary.symbols or unit == "char"
+        assert "one" not in corpus.vocabulary.symbols or unit == "word"
+    assert corpus.description["splits"]["train"]["tokens"] == {"byte": 25, "char": 17, "word": 6}[unit]
+
+
+def test_a_word_longer_than_what_is_read_at_once_is_cut_between_characters(tmp_path, monkeypatch):
+    for module in (sources, vocabulary):
+        monkeypatch.setattr(module, "CHUNK", 16)
+    source = write(tmp_path / "text", "\u4e2d\u6587" * 100)
+    for share in range(1, 12):
+        corpus = prepare_text(source, tmp_path / f"{share}", unit="word", valid=share / 24, test=0.3)
+        assert [len(corpus.tokens(split)) for split in SPLITS] == [2, 2, 2]
+
+
 def test_whole_files_are_held_out_and_always_the_same(tmp_path):
     root = folder_of(tmp_path / "in", {f"{i:02}.txt": f"{i:02}" * 50 for i in range(40)})
     first = prepare_text(root, tmp_path / "1", valid=0.1, test=0.2, whole_files=True)
@@ -737,8 +784,7 @@ def text(tmp_path):
 
 def test_what_exists_is_not_overwritten(text, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    prepare_text(text, out)  # an empty folder is none
+    prepare_text(text, out)
     before = contents(out)
     for destination in (out, text):
         with pytest.raises(FileExistsError, match="exists already: remove it, or name another"):
@@ -756,6 +802,34 @@ def test_interrupted(interrupted, text, tmp_path, monkeypatch):
         prepare_text(text, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [text.name]
     prepare_text(text, tmp_path / "out")
+
+
+def test_an_empty_folder_stays_and_is_filled(text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    there = out.stat().st_ino
+    (out / ".unfinished-1").mkdir()  # as a kill leaves it
+    monkeypatch.chdir(out)
+    moved, rename = [], os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: (moved.append(Path(b).name), rename(a, b)))
+    corpus = prepare_text(text, ".")
+    assert Path.cwd() == out and out.stat().st_ino == there
+    assert corpus.name == "out" and Corpus.open(out).identity == corpus.identity
+    assert moved[-1] == "corpus.json" and sorted(moved) == sorted(path.name for path in out.glob("[!.]*"))
+    assert contents(out).keys() == contents(prepare_text(text, tmp_path / "new").folder).keys()
+
+
+def test_a_folder_that_is_filled_meanwhile_is_left_alone(text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    write = prepare._write_description
+    monkeypatch.setattr(
+        prepare, "_write_description", lambda *args: (write(*args), (out / "train.bin").write_text("other's"))
+    )
+    with pytest.raises(FileExistsError, match="exists already"):
+        prepare_text(text, out)
+    assert [path.name for path in out.iterdir()] == ["train.bin"]
+    assert (out / "train.bin").read_text() == "other's"
 
 
 def in_a_process(work):

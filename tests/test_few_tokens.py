@@ -325,6 +325,36 @@ def test_parts_that_were_replaced_or_are_watched(calls):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    "part", ["drop", "blocks.1", "blocks.0.attn", "blocks.1.ff.net.1", "blocks.0.ff.net.4"]
+)
+def test_who_begins_to_watch_while_a_memory_is_in_use(calls, part):
+    model, text, seen = reader(dropout=0.5), tokens(11), []
+    module, parts = model.get_submodule(part), text.split([5, 1, 1, 1, 1, 1, 1], dim=1)
+    want = in_segments(model, text, [5, 1, 1, 1, 1, 1, 1], model.new_memory(2, kind="hidden"))[:, 5:]
+    memory = model(parts[0]).memory
+
+    def step(i):
+        nonlocal memory
+        out = model(parts[i], memory)
+        memory = out.memory
+        return torch.allclose(out.logits, want[:, i - 1, None], rtol=1e-4, atol=1e-4)
+
+    assert step(1) and len(calls) == 1
+    for i, register in enumerate((module.register_forward_hook, module.register_forward_pre_hook), start=2):
+        handle = register(lambda *_: seen.append(1))
+        assert step(i) and seen and len(calls) == 1
+        handle.remove()
+        seen.clear()
+    forward = module.forward
+    module.forward = lambda *args: (seen.append(1), forward(*args))[1]
+    assert step(4) and seen and len(calls) == 1
+    del module.forward
+    assert step(5) and len(calls) == 2
+    module.train()
+    assert not step(6) and len(calls) == 2
+
+
 def test_weights_that_the_kernel_cannot_take(calls):
     """The modules take them in any order of strides."""
     model = reader()

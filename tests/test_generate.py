@@ -72,6 +72,20 @@ def test_every_row_is_its_prompt_alone(fields, segment_len, options):
         assert collect(generate(model, [prompt], 12, segment_len=segment_len, **alone)) == [rows[b]]
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, [row[:1] for row in PROMPTS]], ids=["unequal", "equal"])
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(seed=3, top_k=5)], ids=str)
+def test_prompts_after_a_memory_of_zeros(options, prompts):
+    model = small_model(zero_memory=True)
+    free = collect(generate(model, prompts, 12, **options))
+    options = {**options, "stop_tokens": [free[0][3]]}
+    steps = list(generate(model, prompts, 12, **options))
+    assert all(step.dtype == torch.int64 and step.shape == (4,) for step in steps)
+    for b, prompt in enumerate(prompts):
+        alone = {**options, "seed": options["seed"] + b} if "seed" in options else options
+        assert collect(generate(model, [prompt], 12, **alone)) == [collect(steps)[b]]
+    assert len({len(row) for row in collect(steps)}) > 1, "rows that end at different steps"
+
+
 @pytest.mark.parametrize("backend", helpers.each_fused(torch.float32))
 def test_fused_kernels_give_the_same_text(backend):
     settings = dict(max_new_tokens=15, temperature=0, mem_len=20)
@@ -187,10 +201,21 @@ def test_a_model_trained_without_memory(attn_type):
     model, text = small_model(n_layer=1, mem_len=0, attn_type=attn_type), list(PROMPTS[0])
     for _ in range(12):
         text.append(model(torch.tensor([text[-8:]])).logits[0, -1].argmax().item())
-    got = collect(generate(model, PROMPTS[:1], 12, temperature=0, segment_len=1))
+    got = collect(generate(model, PROMPTS[:1], 12, temperature=0))
     assert PROMPTS[0] + got[0] == text
     assert got == collect(generate(model, PROMPTS[:1], 12, temperature=0, segment_len=1, mem_len=7))
-    assert got != collect(generate(model, PROMPTS[:1], 12, temperature=0, mem_len=0))
+    assert got != collect(generate(model, PROMPTS[:1], 12, temperature=0, segment_len=1, mem_len=0))
+
+
+@pytest.mark.parametrize("tgt_len, lengths", [(4, [3, 4, 4]), (700, [11]), (1, [1] * 11)])
+def test_prompts_are_read_in_segments_as_in_training(tgt_len, lengths):
+    model, read = small_model(tgt_len=tgt_len), []
+    model.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[1]))
+    next(generate(model, PROMPTS[:1], 1))
+    assert read == lengths
+    read.clear()
+    next(generate(model, [PROMPTS[0] * 100], 1))
+    assert max(read) == min(tgt_len, 512) and sum(read) == 1100
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -242,7 +267,7 @@ def test_leaves_nothing_behind():
     model.blocks[0].eval()  # frozen, say
     before, memories = [module.training for module in model.modules()], []
     model.register_forward_hook(lambda module, args, out: memories.append(weakref.ref(out.memory)))
-    steps = generate(model, PROMPTS, 5, temperature=0)
+    steps = generate(model, PROMPTS, 5, temperature=0, segment_len=512)
     for i, step in enumerate(itertools.islice(steps, 3)):
         assert step.tolist() == [row[i] for row in want]
         assert torch.is_grad_enabled() and not step.is_inference()
@@ -287,7 +312,7 @@ def test_text_streams():
     vocabulary = Vocabulary("char", tuple(chr(ord("A") + i) for i in range(VOCAB)))
     model, read = small_model(), []
     model.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[1]))
-    pieces = stream_text(generate(model, PROMPTS[:1], 9, seed=1), vocabulary)
+    pieces = stream_text(generate(model, PROMPTS[1:2], 9, seed=1), vocabulary)
     assert not read
     for i, piece in enumerate(pieces):
         assert len(piece) == 1 and len(read) == i + 1

@@ -212,6 +212,8 @@ def test_to_and_from_json():
     again = TransformerXLConfig.from_dict({**config.to_dict(), "d_model": 32, "cutoffs": [5]})
     assert (again.d_embed, again.tie_projs) == (32, (False, False))
     assert TransformerXLConfig.from_dict(config.to_dict()) == config
+    assert TransformerXLConfig(cutoffs=(5, 9), tie_projs=[0, 1, True]).tie_projs == (False, True, True)
+    assert TransformerXLConfig(same_length=True, mem_len=0, same_length_extra=1).same_length
     numpy_values = TransformerXLConfig(same_length=numpy.bool_(True), cutoffs=numpy.array([5, 9]))
     assert numpy_values.same_length is True and numpy_values.cutoffs == (5, 9)
     preset("tiny", "model")["n_layer"] = 99
@@ -244,6 +246,8 @@ def test_bad_input():
             (dict(cutoffs=cutoffs), "cutoffs must rise strictly between 0 and vocab_size = 256")
             for cutoffs in [(0,), (256,), (300,), (5, 5), (9, 5), (-1,)]
         ),
+        (dict(cutoffs=(5,), tie_projs=(0, 2)), "tie_projs must be of type bool, got 2"),
+        (dict(same_length=True, mem_len=0), "same_length needs mem_len >= 1"),
         (dict(cutoffs=(5, 9), tie_projs=(True,)), "tie_projs must have one entry per cluster, 3, got"),
         (dict(tie_projs=(True, False)), "tie_projs must have one entry per cluster, 1, got"),
         (dict(cutoffs=(5, 9), div_val=23), "div_val = 23 leaves nothing of d_embed = 512 for cluster 2"),

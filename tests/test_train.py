@@ -553,8 +553,10 @@ def test_a_segment_longer_than_a_row(tmp_path, corpus, fields):
 def test_another_corpus(tmp_path, corpus):
     config = model_config(vocab_size=corpus.vocab_size)
     train(config, train_config(max_step=4), corpus, tmp_path / "run")
-    other = dataclasses.replace(corpus, description={**corpus.description, "name": "other"})
-    with pytest.raises(ValueError, match=r"begun with corpus name = .*, now it is other"):
+    splits = corpus.description["splits"]
+    splits = {**splits, "train": {**splits["train"], "sha256": "0"}}
+    other = dataclasses.replace(corpus, description={**corpus.description, "splits": splits})
+    with pytest.raises(ValueError, match=r"begun with corpus sha256 = .*, now it is {'train': '0', "):
         train(config, train_config(max_step=8), other, tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match=r"corpus has 1\d symbols, the model only vocab_size = 5"):
         train(model_config(vocab_size=5), train_config(), corpus, tmp_path / "small")

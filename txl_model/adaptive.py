@@ -14,8 +14,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import linear
-from txl_model.config import TransformerXLConfig
+from txl_kernels import linear, registry
+from txl_model.config import NOT_SCORED, TransformerXLConfig
+
+# Up to this share of scored rows, to copy them costs less than the others' scores.
+_FEW_SCORED = 0.75
 
 
 def _bounds(config: TransformerXLConfig) -> list[tuple[int, int]]:
@@ -112,8 +115,17 @@ class AdaptiveSoftmax(nn.Module):
     def token_losses(self, hidden: Tensor, labels: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """-log p of each label in nats, 0 where it is -100: hidden [N, d_model], labels int64 [N] -> [N].
 
-        Rows whose label is in a cluster, and no others, meet that cluster's table.
+        Rows whose label is in a cluster, and no others, meet that cluster's table. On CPUs rows that are not
+        scored meet none, where that saves something; elsewhere their number would have to be waited for.
         """
+        if labels.device.type == "cpu" and not registry.is_traced():
+            scored = (labels != NOT_SCORED).nonzero().squeeze(1)
+            if len(scored) <= _FEW_SCORED * len(labels):
+                losses = self._token_losses(hidden[scored], labels[scored], embedding)
+                return losses.new_zeros(len(labels)).index_copy(0, scored, losses)
+        return self._token_losses(hidden, labels, embedding)
+
+    def _token_losses(self, hidden: Tensor, labels: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         (proj, weight, bias), *tails = self._layers(embedding)
         if tails:  # the head's last rows are the clusters, in order
             weight = torch.cat([weight, self.cluster_weight])

@@ -92,11 +92,25 @@ def load_model(
             raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
     config = read_json(folder / CONFIG)
     try:
-        model = TransformerXL(TransformerXLConfig.from_dict(config["model"]), backend)
+        model_config = TransformerXLConfig.from_dict(config["model"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a model: {error}") from error
-    load_weights(model, read_tensors(weights), weights)
-    return model.eval()
+    return model_of(model_config, read_tensors(weights), weights, backend).eval()
+
+
+def model_of(
+    config: TransformerXLConfig, tensors: Mapping[str, Tensor], source: object, backend: str | None = None
+) -> TransformerXL:
+    """A model whose weights are these tensors themselves, named as in its state dict: none are drawn first.
+
+    Those of another dtype than a new model's are converted. Raises ValueError as `load_weights` does.
+    """
+    with torch.device("meta"):
+        model = TransformerXL(config, backend)
+    targets = _targets(model, tensors, source)
+    weights = {name: tensors[name].detach().to(target.dtype) for name, target in targets.items()}
+    model.load_state_dict(weights, assign=True)
+    return model
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object) -> None:
@@ -105,7 +119,14 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object
     Raises ValueError, naming `source` and the first parameter that differs, if they are those of
     another model.
     """
-    targets = model.state_dict()
+    with torch.no_grad():
+        for name, target in _targets(model, tensors, source).items():
+            target.copy_(sharded_like(tensors[name], target))
+
+
+def _targets(model: nn.Module, tensors: Mapping[str, Tensor], source: object) -> dict[str, Tensor]:
+    """The model's state dict. Raises ValueError where the tensors are not of its names and shapes."""
+    targets: dict[str, Tensor] = model.state_dict()
     for name, target in targets.items():
         if name not in tensors:
             raise ValueError(f"{source} holds another model: it has no {name}")
@@ -117,9 +138,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: object
     unknown = sorted(set(tensors) - set(targets))
     if unknown:
         raise ValueError(f"{source} holds another model: this one has no {unknown[0]}")
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(sharded_like(tensors[name], target))
+    return targets
 
 
 def unwrapped(model: TransformerXL) -> TransformerXL:

@@ -80,6 +80,11 @@ class TransformerXLConfig(Fields):
         for name in ("mem_len", "same_length_extra"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.same_length and self.mem_len + self.same_length_extra == 0:
+            raise ValueError(
+                "same_length needs mem_len >= 1: with 0 no query may see even itself. Leave same_length out, "
+                "or name a mem_len"
+            )
         if self.clamp_len < -1:
             raise ValueError(f"clamp_len must be -1 (off) or a distance, got {self.clamp_len}")
         if self.attn_type not in (0, 1, 2, 3):

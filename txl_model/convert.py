@@ -28,7 +28,7 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from torch import Tensor
 
 from txl_model.checkpoint import CONFIG, read_json, refuse_other_files, save_model
 from txl_model.config import TransformerXLConfig
+from txl_model.data.corpus import VOCABULARY
+from txl_model.data.vocabulary import BORDER, EOS, UNKNOWN, Vocabulary
 from txl_model.model import TransformerXL
 
 Tensors = Mapping[str, Tensor]
@@ -101,7 +103,7 @@ class Converted:
     config: TransformerXLConfig
     tensors: dict[str, Tensor]  # as `TransformerXL.state_dict()`, in the dtype they came in
     notes: list[str] = field(default_factory=list)  # what was changed, assumed or left behind, for people
-    vocabulary: str | None = None  # one symbol per line, in the order of their numbers, where it came along
+    vocabulary: Vocabulary | None = None  # where it came along
 
     def model(self, backend: str | None = None) -> TransformerXL:
         """The model itself, in float32, or wider where the tensors are."""
@@ -112,7 +114,7 @@ class Converted:
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json, model.safetensors and, where there is a vocabulary, vocab.txt.
+        """Write config.json, model.safetensors and, where there is a vocabulary, vocabulary.json.
 
         The folder is made if it is not there; a model that was converted into it before is replaced. Raises
         ValueError if it holds anything else, which would be mixed with the model or lose its config.json.
@@ -120,7 +122,26 @@ class Converted:
         _check_folder(Path(folder))
         save_model(self.model(), folder)
         if self.vocabulary is not None:
-            (Path(folder) / "vocab.txt").write_text(self.vocabulary, encoding="utf-8")
+            self.vocabulary.save(Path(folder) / VOCABULARY)
+
+    def take_vocabulary(self, symbols: Sequence[str], lower_case: bool = False) -> None:
+        """The symbols that came along, in the order of their numbers: words; or what the published scripts
+        spell as words, enwik8's bytes (as numbers) and text8's characters (its blank as `_`)."""
+        if all(re.fullmatch("[0-9]+", symbol) and int(symbol) < 256 for symbol in symbols):
+            self.vocabulary = Vocabulary("byte", tuple(map(int, symbols)), line_end="")
+        elif all(len(symbol) == 1 for symbol in symbols):
+            spelled = tuple(" " if symbol == "_" else symbol for symbol in symbols)
+            self.vocabulary = Vocabulary("char", spelled, lower_case=True, line_end="")
+        else:
+            line_end, unknown = (
+                next((symbol for symbol in candidates if symbol in symbols), None)
+                for candidates in ((EOS, BORDER), (UNKNOWN, UNKNOWN.upper()))
+            )
+            self.vocabulary = Vocabulary("word", tuple(symbols), lower_case, line_end, unknown)
+        if len(symbols) != self.config.vocab_size:
+            self.notes.append(
+                f"the vocabulary has {len(symbols):,} symbols, the model {self.config.vocab_size:,}"
+            )
 
 
 def _check_folder(folder: Path) -> None:
@@ -475,9 +496,10 @@ def load_nvidia(path: str | Path) -> Converted:
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"{path} is no checkpoint of NVIDIA's: it has no {name}")
     converted = from_nvidia(checkpoint["model_state"], checkpoint["model_config"])
-    symbols = getattr(checkpoint.get("vocab"), "idx2sym", None)
-    if isinstance(symbols, list) and all(isinstance(symbol, str) for symbol in symbols):
-        converted.vocabulary = "".join(f"{symbol}\n" for symbol in symbols)
+    vocabulary = checkpoint.get("vocab")
+    symbols = getattr(vocabulary, "idx2sym", None)
+    if isinstance(symbols, list) and symbols and all(isinstance(symbol, str) for symbol in symbols):
+        converted.take_vocabulary(symbols, bool(getattr(vocabulary, "lower_case", False)))
     return converted
 
 
@@ -496,7 +518,8 @@ def load_huggingface(folder: str | Path) -> Converted:
         if (folder / name).is_file():
             converted.notes.append(f"{name} is a pickle, which runs code when it is loaded: left behind")
     if (folder / "vocab.txt").is_file():
-        converted.vocabulary = (folder / "vocab.txt").read_text(encoding="utf-8")
+        symbols = (folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        converted.take_vocabulary(symbols)
     return converted
 
 

@@ -6,7 +6,7 @@ loses its own data from there: its way from one kernel to the next would take a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,7 +17,7 @@ from txl_kernels import cpu
 from txl_kernels.linear import FEW_ROWS
 from txl_model.attention import RelativeAttention, Sight
 from txl_model.block import Block, FeedForward
-from txl_model.layers import Dropout, Linear, ReluDropout, is_plain
+from txl_model.layers import Dropout, Linear, ReluDropout
 from txl_model.memory import KeyValues
 
 if TYPE_CHECKING:
@@ -44,11 +44,13 @@ def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], s
     ):
         return None
     store = past.store
-    # As with positions, what is said of the weights is said for as long as the store lasts.
+    # As with positions, what is said of the weights is said for as long as the store lasts. Hooks may come.
     if store.weights is None or store.weights[0] is not model.blocks:
-        store.weights = (model.blocks, _weights(model, h.dtype))
-    weights = store.weights[1]
-    if not weights:
+        weights = _weights(model, h.dtype)
+        called = (*model.blocks.modules(), model.drop) if weights else ()
+        store.weights = (model.blocks, weights, _Watched(called))
+    _, weights, watched = store.weights
+    if not weights or watched():
         return None
     first = cast(Block, model.blocks[0])
     return cpu.layers(
@@ -66,6 +68,23 @@ def read(model: TransformerXL, h: Tensor, pasts: Sequence[Tensor | KeyValues], s
     )
 
 
+class _Watched:
+    """Whether modules that are not called would be missed: they have a hook or a `forward` of their own (see
+    `is_plain`), or drop something. Asked at every token, so of what the modules keep that in."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.parts = [vars(part) for part in parts]
+        names = ("_forward_hooks", "_forward_pre_hooks")
+        self.hooks = [part[name] for part in self.parts for name in names]
+
+    def __call__(self) -> bool:
+        return (
+            any(self.hooks)
+            or nn.modules.module._has_any_global_hook()
+            or any("forward" in part or part["training"] for part in self.parts)
+        )
+
+
 def _weights(model: TransformerXL, dtype: torch.dtype) -> list[Tensor]:
     """Of all layers, as `cpu.layers` takes them; none where it would not do what the layers do."""
     layers = [[*block.modules()] for block in cast("list[Block]", model.blocks)]
@@ -73,7 +92,7 @@ def _weights(model: TransformerXL, dtype: torch.dtype) -> list[Tensor]:
     norms_first = [part.pre_lnorm for part in parts if isinstance(part, (RelativeAttention, FeedForward))]
     if (
         any([type(part) for part in layer] != _PARTS for layer in layers)
-        or any(part.training or not is_plain(part) for part in parts)
+        or type(model.drop) is not Dropout
         or len({part.eps for part in parts if isinstance(part, nn.LayerNorm)}) > 1
         or len(set(norms_first)) > 1
     ):

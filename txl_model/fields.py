@@ -56,6 +56,8 @@ def _as(kind: str, name: str, value: Any) -> Any:
         value = value.tolist()
     kind = kind.removesuffix(" | None")
     if kind.startswith("tuple") and isinstance(value, Sequence) and not isinstance(value, str):
+        if "bool" in kind:  # as numbers on the command line
+            value = [bool(x) if isinstance(x, Integral) and x in (0, 1) else x for x in value]
         return tuple(_as("bool" if "bool" in kind else "int", name, x) for x in value)
     if kind == "int" and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -31,13 +32,14 @@ def generate(
     mem_len: int | None = None,
     clamp_len: int | None = None,
     same_length: bool | None = None,
-    segment_len: int = 512,
+    segment_len: int | None = None,
     n_symbols: int | None = None,
 ) -> Iterator[Tensor]:
     """Continue prompts, step by step.
 
     Every row is what its prompt alone would give. Prompts of unequal length are padded on the left with what
-    no token sees, and all end together with a segment. Row b draws from a generator of its own, seeded
+    no token sees, and all end together with a segment; after a memory of zeros (zero_memory), which knows no
+    padding, each is continued by itself. Row b draws from a generator of its own, seeded
     seed + b, so `generate(model, [prompts[b]], n, seed=seed + b)` gives the row again; torch's global
     generators are neither read nor moved.
 
@@ -55,8 +57,9 @@ def generate(
         seed: the same seed gives the same text. None: another text every time.
         stop_tokens: the first of these that a row gives ends it; the iterator ends when all rows have.
         mem_len, clamp_len, same_length: of the memory. None: the model's; but of a model that was trained
-            without memory, mem_len is tgt_len - 1, with which a token sees as many as it saw then at most.
-        segment_len: tokens of the prompts read at once.
+            without memory, mem_len is tgt_len - 1, and of a prompt only the last tgt_len tokens are read:
+            a token sees as many as it saw then at most.
+        segment_len: tokens of the prompts read at once. None: as in training, tgt_len, but 512 at most.
         n_symbols: draw tokens below this number only. For a model with more of them than its vocabulary has
             symbols: the others stand for nothing. None: all.
 
@@ -85,8 +88,35 @@ def generate(
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
 
+    if segment_len is None:
+        segment_len = min(512, model.config.tgt_len)
+    if mem_len is None:
+        mem_len = model.config.mem_len
+        if not mem_len:
+            mem_len = model.config.tgt_len - 1
+            rows = [row[-model.config.tgt_len :] for row in rows]
     if seed is None:
         seed = torch.Generator().seed()
+    if model.config.zero_memory and len({len(row) for row in rows}) > 1:
+        alone = [
+            generate(
+                model,
+                [row],
+                max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed + b,
+                stop_tokens=stop,
+                mem_len=mem_len,
+                clamp_len=clamp_len,
+                same_length=same_length,
+                segment_len=segment_len,
+                n_symbols=n_symbols,
+            )
+            for b, row in enumerate(rows)
+        ]
+        return map(torch.cat, zip_longest(*alone, fillvalue=torch.tensor([FINISHED], device="cpu")))
     draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
 
     def choose(logits: Tensor) -> Tensor:
@@ -103,8 +133,6 @@ def generate(
     longest = max(len(row) for row in rows)
     padding = [longest - len(row) for row in rows]
     input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device="cpu")
-    if mem_len is None:
-        mem_len = model.config.mem_len or model.config.tgt_len - 1
     with torch.no_grad(), eval_mode(model):
         memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
     if any(padding):

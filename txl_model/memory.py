@@ -246,8 +246,9 @@ class _Store:
         self.keys_values: list[Tensor | None] = [None] * n_layer
         # r [H, N, D], furthest first.
         self.rows: list[Tensor | None] = [None] * n_layer
-        # Those of all layers as `few_tokens` takes them, and of which model. They do not move either.
-        self.weights: tuple[object, list[Tensor]] | None = None
+        # Those of all layers as `few_tokens` takes them, of which model, and whether its modules must be
+        # called all the same. They do not move either.
+        self.weights: tuple[object, list[Tensor], Callable[[], bool]] | None = None
         # With zero_memory, what a hidden state of zeros gives: [2, 1, H, 1, D].
         self.zeros: list[Tensor] | None = None
 

@@ -32,8 +32,12 @@ FIXED = (
     "optim",
     "average",
 )
+# Nor of these, where weights are averaged.
+FIXED_IN_AVERAGES = ("ema_decay", "average_start")
 # And of the corpus's and the model's, which matter all, but for these.
 FREE_IN_MODEL = ("dropout", "dropatt", "init_std", "proj_init_std")
+# Losses of the validation text that was read otherwise say nothing of one another.
+READING = ("eval_tgt_len", "eval_max_tokens", "eval_batch_size")
 
 # Of a run that goes on: what a field was, and what it is from then on.
 Changes = dict[str, list[Any]]
@@ -218,12 +222,14 @@ class TrainState:
     def _changes(self, path: Path) -> Changes:
         """Raises ValueError for one that a run that goes on must not make."""
         saved, changes = read_json(path), {}
+        fixed_in_train = FIXED if self.average is None else FIXED + FIXED_IN_AVERAGES
         for part in ("corpus", "model", "train"):
             for name, now in self.about[part].items():
                 before = saved[part].get(name)
-                if before == now:
+                # The same text may be in a folder of another name.
+                if before == now or (part, name) == ("corpus", "name"):
                     continue
-                fixed = name in FIXED if part == "train" else name not in FREE_IN_MODEL
+                fixed = name in fixed_in_train if part == "train" else name not in FREE_IN_MODEL
                 if fixed:
                     raise ValueError(
                         f"the run in {path.parent} was begun with {part} {name} = {before}, now it is {now}: "

@@ -8,6 +8,7 @@ goes on from there as if it had not been stopped, to the last bit.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import signal
@@ -28,7 +29,7 @@ from txl_model.checkpoint import (
     CONFIG,
     Checkpoints,
     best_model,
-    load_weights,
+    model_of,
     reason,
     refuse_other_files,
     replacing,
@@ -43,11 +44,13 @@ from txl_model.data.corpus import VOCABULARY
 from txl_model.distributed import Processes, accumulating, parallelize, whole
 from txl_model.log import Log, figures
 from txl_model.model import TransformerXL
-from txl_model.state import Changes, TrainState
+from txl_model.state import READING, Changes, TrainState
 from txl_model.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from txl_model.data import Corpus, Vocabulary
+
+LOCK = ".lock"  # of a run's folder
 
 Event = dict[str, Any]
 # Given a model, and a function to call now and then with the number of tokens scored: nats per token.
@@ -102,8 +105,8 @@ def train(
 
     Raises:
         ValueError: settings that fit neither one another nor the corpus; out_dir holds a run that
-            is not to be resumed, or cannot be, or files that are no run's; the loss is no longer a
-            number. Checkpoints are as they were.
+            is not to be resumed, or cannot be, or that another process trains, or files that are no
+            run's; the loss is no longer a number. Checkpoints are as they were.
         OSError: out_dir cannot be written to, or the disk is full. Earlier checkpoints are as they
             were.
     """
@@ -218,9 +221,9 @@ class Trainer:
     def run(self, resume: bool = False) -> TrainResult:
         """Train until max_step or a signal. Arguments and errors as in `train`."""
         config, processes = self.config, self.processes
-        self._prepare(resume)
-        progress = self.state.progress
         with contextlib.ExitStack() as stack:
+            self._prepare(resume, stack)
+            progress = self.state.progress
             stop = stack.enter_context(StopSignal())
             self.log = stack.enter_context(
                 Log(self.out_dir / "log.jsonl" if processes.first else None, progress.log_bytes)
@@ -343,12 +346,8 @@ class Trainer:
         """The loss of the validation text; the best model so far is kept in best/."""
         self._look()
         state, processes, began = self.state, self.processes, time.perf_counter()
-        weights = state.evaluated_weights()
-        # Neither sharded nor compiled, and with the averaged weights where there are any.
-        with torch.random.fork_rng(devices=[]):
-            model = TransformerXL(state.model.config, state.model.backend)
-        load_weights(model.to(processes.device), weights, "training")
-        del weights
+        # Neither sharded nor compiled, and with the averaged weights where there are any; no copies of them.
+        model = model_of(state.model.config, state.evaluated_weights(), "training", state.model.backend)
         try:
             # One process may give up at once; several agree first, between steps.
             loss = evaluator(model, stop.check if processes.count == 1 else lambda tokens: None)
@@ -372,13 +371,15 @@ class Trainer:
             {"event": "eval", "step": step, **figures(loss, self.unit), "best": best, "seconds": seconds}
         )
 
-    def _prepare(self, resume: bool) -> None:
-        """Go on from a checkpoint if there is one; make the run's folder."""
+    def _prepare(self, resume: bool, stack: contextlib.ExitStack) -> None:
+        """Go on from a checkpoint if there is one; make the run's folder, which is this run's alone until the
+        stack is closed."""
         processes, checkpoint, at_end = self.processes, None, False
         changes: Changes = {}
         with processes.together("looking for a checkpoint"):
             if processes.first:
                 self._check_folder(resume)
+                stack.enter_context(alone_in(self.out_dir))
                 checkpoint = self.checkpoints.newest(self._note) if resume else None
                 if resume and not checkpoint:
                     self._note(f"nothing to resume in {self.out_dir}: a new run begins there")
@@ -400,6 +401,10 @@ class Trainer:
                         self._note(missing)
                     if changes:
                         self._note(f"from here on {_in_words(changes)}")
+                    if changes.keys() & set(READING) and self.state.progress.best_loss is not None:
+                        self.state.progress.best_loss = None
+                        self.state.schedule.forget_evaluations()
+                        self._note("the next evaluation replaces best/, whose losses are of another reading")
             if processes.first:
                 if not at_end:
                     self._write_config(step, changes)
@@ -530,7 +535,31 @@ def corpus_evaluator(
     return loss
 
 
-# ---------------------------------------------------------------------------------- time and signals
+# -------------------------------------------------------------------------- the folder, time and signals
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a run's folder, and keep other trainings out of it: by a lock, which goes when its process does,
+    however that ends.
+
+    Raises ValueError if another training is in it, OSError if it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("ab")
+    except OSError as error:
+        raise OSError(f"cannot write to {folder}: {reason(error)}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another training is running in {folder}: wait for it or end it, or name another folder"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 class Stopwatch:

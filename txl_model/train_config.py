@@ -29,13 +29,14 @@ class TrainConfig(Fields):
     varlen: bool = option(False, "segments of varying length")
 
     optim: str = option("adam", "optimizer", ("adam", "adamw", "sgd", "adagrad"))
-    lr: float = option(0.00025, "learning rate after the warm-up")
+    lr: float = option(0.00025, "learning rate after the warm-up; see inv_sqrt of --scheduler")
     mom: float = option(0.0, "momentum of sgd")
     weight_decay: float = option(0.0, "weight decay; biases and LayerNorm have none")
     clip: float = option(0.25, "the norm of all gradients together is held to this; 0: not")
     scheduler: str = option(
         "cosine",
-        "how the learning rate goes on after the warm-up",
+        "how the learning rate goes on after the warm-up; inv_sqrt, as published: lr / sqrt(update), so that "
+        "the warm-up rises to lr / sqrt(warmup_step)",
         ("cosine", "inv_sqrt", "dev_perf", "constant"),
     )
     warmup_step: int = option(0, "updates with a learning rate that rises linearly")

@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from txl_model.checkpoint import load_model
+from txl_model.checkpoint import CONFIG, load_model, model_folder, read_json
 from txl_model.cli.options import (
     add_machine_arguments,
     check_plot,
@@ -21,9 +22,12 @@ from txl_model.cli.options import (
     numbers,
     to_stderr,
 )
+from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
-from txl_model.evaluate import Evaluation, as_many_keys, evaluate, evaluate_lengths
+from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
 from txl_model.presets import PRESETS, preset
+from txl_model.train import segment_lengths
+from txl_model.train_config import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-len",
         type=numbers(int),
         metavar="N[,N...]",
-        help="tokens remembered (default: with a segment as many keys as in training: the model's tgt_len + "
-        "mem_len, less --tgt-len); several: one evaluation each",
+        help="tokens remembered (default: with a segment as many keys as in training: its tgt_len + mem_len, "
+        "less --tgt-len); several: one evaluation each",
     )
-    add("--tgt-len", type=int, metavar="N", help="tokens of a segment (default: as in training)")
+    add(
+        "--tgt-len",
+        type=int,
+        metavar="N",
+        help="tokens of a segment (default: as many as training scored in one; without memory, as it read)",
+    )
     add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
     add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")
     add(
         "--stride",
         type=int,
         metavar="N",
-        help="without memory: score the last N tokens of each window of tgt_len",
+        help="without memory: score the last N tokens of each window of tgt_len (default, where training had "
+        "no memory and read tokens again: as many as it scored)",
     )
     add(
         "--batch-size",
@@ -76,7 +86,13 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(args.model, args.backend, to_stderr).to(device)
     check_vocabulary(args.model, corpus)
     tokens = corpus.tokens(args.split)
-    reading = {"tgt_len": model.config.tgt_len} | (preset(args.preset, "eval") if args.preset else {})
+    scored, ext_len = _segment_lengths(args.model, model.config)
+    stride = args.stride
+    if not (model.config.mem_len or args.preset or args.tgt_len or args.mem_len or args.warm_up) and ext_len:
+        stride = stride or scored
+    with_memory = model.config.mem_len > 0 and stride is None
+    reading: dict[str, Any] = {"tgt_len": scored if with_memory else scored + ext_len}
+    reading |= preset(args.preset, "eval") if args.preset else {}
     for name in ("tgt_len", "clamp_len", "same_length"):
         if getattr(args, name) is not None:
             reading[name] = getattr(args, name)
@@ -87,28 +103,25 @@ def run(args: argparse.Namespace) -> None:
         "max_tokens": args.max_tokens,
         "dtype": torch.bfloat16 if args.bf16 else None,
     }
-    if len(mem_lens) > 1 and args.stride is not None:
+    if len(mem_lens) > 1 and stride is not None:
         raise ValueError("--stride reads without memory: give it one --mem-len, or none")
     n_token = len(mem_lens) * min(len(tokens) - 1, args.max_tokens or len(tokens))
     word = corpus.unit == "word"
     results = []
-    if (
-        mem_lens == (None,)
-        and args.stride is None
-        and model.config.mem_len > 0
-        and as_many_keys(model.config, reading["tgt_len"]) == 0
-    ):
-        to_stderr(
-            f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
-            "training; --mem-len gives it memory"
-        )
+    if mem_lens == (None,) and with_memory:
+        mem_lens = (max(0, model.config.mem_len + scored + ext_len - reading["tgt_len"]),)
+        if mem_lens == (0,):
+            to_stderr(
+                f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
+                "training; --mem-len gives it memory"
+            )
     with tqdm(total=n_token, unit="token", unit_scale=True, disable=args.quiet or None) as bar:
         if len(mem_lens) > 1:
             runs = evaluate_lengths(
                 model, tokens, mem_lens, warm_up=args.warm_up, progress=bar.update, **reading
             )
         else:
-            reading |= {"mem_len": mem_lens[0], "stride": args.stride, "warm_up": args.warm_up or 0}
+            reading |= {"mem_len": mem_lens[0], "stride": stride, "warm_up": args.warm_up or 0}
             runs = (evaluate(model, tokens, progress=bar.update, **reading) for _ in range(1))
         _print(" mem_len       tokens     loss       " + ("ppl" if word else "bpc") + "   tokens/s")
         for result in runs:
@@ -133,6 +146,12 @@ def run(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps({**about, "evaluations": lines}, indent=2) + "\n")
     if args.plot:
         plot_lengths(results, corpus.unit, args.plot)
+
+
+def _segment_lengths(path: Path, config: TransformerXLConfig) -> tuple[int, int]:
+    """`segment_lengths` of the training that a model is from; of one that was converted, its tgt_len."""
+    training = read_json(model_folder(path, lambda message: None) / CONFIG).get("train")
+    return segment_lengths(config, TrainConfig.from_dict(training)) if training else (config.tgt_len, 0)
 
 
 def _print(line: str) -> None:

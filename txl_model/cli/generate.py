@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-len",
         type=int,
         metavar="N",
-        help="tokens remembered (default: the model's, or tgt_len - 1 if it was trained with none)",
+        help="tokens remembered (default: the model's; if it was trained with none, tgt_len - 1, and of a "
+        "prompt the last tgt_len tokens are read)",
     )
     add("--clamp-len", type=int, metavar="N", help="distances beyond share a position embedding; -1: none do")
     add("--same-length", action=argparse.BooleanOptionalAction, help="every token sees mem_len keys")

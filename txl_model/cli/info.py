@@ -83,7 +83,7 @@ def _progress(folder: Path, saved: dict[str, Any]) -> list[str]:
         if newest is not None and loss != done.best_loss:  # until the run goes on
             ahead = step > done.step
             lines[-1] += ", after the newest checkpoint" if ahead else ", of steps that were given up"
-    sizes = {path.name: _size(path) for path in sorted(folder.iterdir())}
+    sizes = {path.name: _size(path) for path in sorted(folder.glob("[!.]*"))}
     each = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items())
     lines.append(f"on disk      {sum(sizes.values()) / 1e6:,.1f} MB: {each}")
     return lines

@@ -66,18 +66,32 @@ def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLCon
     model: dict[str, Any] = {}
     training: dict[str, Any] = {}
     content = read_config(args.config)
+    chosen = {**content.get("model", {}), **given(args, TransformerXLConfig)}
     name = args.preset or content.get("preset")
     if name:
         model, training = preset(name, "model"), preset(name, "train")
         del model["vocab_size"]  # the corpus has its own
+        without = {"cutoffs": (), "tie_projs": (), "div_val": 1}
+        size = chosen.get("vocab_size", corpus.vocab_size)
         if corpus.unit != "word":  # word-level presets have clusters for words
-            model |= {"cutoffs": (), "tie_projs": (), "div_val": 1}
+            model |= without
+        elif "cutoffs" in chosen:
+            cutoffs = chosen["cutoffs"]
+            if isinstance(cutoffs, (list, tuple)) and len(cutoffs) != len(model.get("cutoffs", ())):
+                model.pop("tie_projs", None)  # which are for as many clusters as the preset has
+        elif isinstance(size, int) and max(model.get("cutoffs", ()), default=0) >= size:
+            model |= without
+            if _is_first():
+                to_stderr(
+                    f"{name} cuts a vocabulary of more than the {size:,} words there are: no adaptive "
+                    "softmax (--cutoffs, --div-val and --tie-projs make one)"
+                )
     elif args.resume and (saved := run_config(args.out)):
         model, training = saved["model"], saved["train"]
     if "cutoffs" not in model and corpus.cutoffs:
         model |= {"cutoffs": corpus.cutoffs}
     model = {"vocab_size": corpus.vocab_size, **model}
-    model |= {**content.get("model", {}), **given(args, TransformerXLConfig)}
+    model |= chosen
     training = {**training, **content.get("train", {}), **given(args, TrainConfig)}
     model_config, train_config = TransformerXLConfig.from_dict(model), TrainConfig.from_dict(training)
     if model_config.vocab_size < corpus.vocab_size:
@@ -87,10 +101,15 @@ def _configs(args: argparse.Namespace, corpus: Corpus) -> tuple[TransformerXLCon
     return model_config, train_config
 
 
+def _is_first() -> bool:
+    """Of the processes that torchrun started."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def run(args: argparse.Namespace) -> int | None:
     corpus = Corpus.open(args.corpus)
     model_config, train_config = _configs(args, corpus)
-    first = int(os.environ.get("RANK", 0)) == 0
+    first = _is_first()
     if first:
         check_plot(args.plot)
         text = len(corpus.tokens("train"))

@@ -1,7 +1,8 @@
 """Making a prepared corpus: the published ones from their archives, and any text.
 
 Nothing is held in memory but the vocabulary, and nothing is downloaded. The folder is written under another
-name and renamed when it is whole, so an interrupted run leaves nothing that opens.
+name and renamed when it is whole, so an interrupted run leaves nothing that opens. An empty folder that is
+there already stays (it may be somebody's current one, or a file system's): files are moved into it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 from array import array
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,7 +71,7 @@ def prepare_corpus(
     Args:
         source: the archive, or a folder with the archive, its unpacked files, or what the published scripts
             make of it.
-        destination: the folder to make.
+        destination: the folder to make, or an empty one.
         vocab_file: lm1b's list of words. None: 1b_word_vocab.txt beside the archive, or in the folder.
         progress: show bars, if tqdm is installed.
 
@@ -137,11 +139,12 @@ def prepare_text(
 
     The vocabulary is that of the train split and `<unk>`; for "byte" it is all 256, and nothing is unknown.
     Words are what stands between white space, and each line ends in `<eos>`. Text must be UTF-8 unless the
-    unit is "byte".
+    unit is "byte"; a byte order mark that a file begins with is then no part of it. Files' names are of any
+    bytes: what of them is not UTF-8 is described as `\\xff`.
 
     Args:
         source: a file or a folder.
-        destination: the folder to make.
+        destination: the folder to make, or an empty one.
         unit: "byte", "char" or "word".
         pattern: which files of a folder, for instance "**/*.py". As in a shell, `*` matches no hidden file.
         valid, test: what is held out. A number: this share of the bytes, the last part of the text, cut
@@ -149,7 +152,8 @@ def prepare_text(
         whole_files: a share is made up of whole files, chosen by a hash of their path, instead of the last
             part.
         min_freq, max_size: words (characters) that occur more seldom than this, and the most frequent ones
-            beyond this many, are unknown. `<eos>` and `<unk>` do not count.
+            beyond this many, are unknown. `<eos>` and `<unk>` always have a number, and count only where the
+            text itself has such words.
         lower_case: of words and characters.
         progress: show bars, if tqdm is installed.
 
@@ -184,7 +188,7 @@ def prepare_text(
                 counts, unit, special=special, unknown=UNKNOWN, **limits, **rules
             )
         description: dict[str, Any] = {
-            "name": destination.resolve().name,
+            "name": _in_utf_8(destination.resolve().name),
             "cutoffs": [],
             "options": {
                 "pattern": pattern,
@@ -205,17 +209,25 @@ def prepare_text(
 # ---------------------------------------------------------------------------------------------- the steps
 
 
+UNFINISHED = ".unfinished-"
+
+
 def _check_new(destination: Path) -> None:
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+    if destination.exists() and not (
+        destination.is_dir() and all(path.name.startswith(UNFINISHED) for path in destination.iterdir())
+    ):
         raise FileExistsError(f"{destination} exists already: remove it, or name another folder")
 
 
 @contextmanager
 def _new_folder(destination: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `destination` if nothing goes wrong, and else is removed."""
+    """A folder to fill, whose files are in `destination` if nothing goes wrong, and else are removed."""
     destination = destination.resolve()
     # Hidden, and with the process in its name: what a killed one left behind is in nobody's way.
-    folder = destination.with_name(f".{destination.name}.unfinished-{os.getpid()}")
+    folder = destination.with_name(f".{destination.name}{UNFINISHED}{os.getpid()}")
+    into = destination.is_dir()
+    if into:  # on the same file system
+        folder = destination / f"{UNFINISHED}{os.getpid()}"
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -223,7 +235,12 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         raise OSError(f"cannot write {destination}: {error.strerror}") from error
     try:
         yield folder
-        os.rename(folder, destination)
+        if into:
+            _check_new(destination)
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == DESCRIPTION):  # that one last
+                os.rename(path, destination / path.name)
+        else:
+            os.rename(folder, destination)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(
@@ -258,8 +275,10 @@ def _size(parts: Iterable[Part]) -> int:
 def _read(
     part: Part, unit: str, rules: Mapping[str, Any], report: Report
 ) -> Iterator[tuple[Sequence[Any], bool]]:
-    """`read_symbols` of part of a file."""
+    """`read_symbols` of part of a file, without the byte order mark that it may begin with."""
     with part.open(report) as stream:
+        if unit != "byte" and part.start == 0 and stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
+            stream.read(len(BOM_UTF8))
         try:
             yield from read_symbols(stream, unit, **rules)
         except UnicodeDecodeError as error:
@@ -284,7 +303,11 @@ def _digests(files: Sequence[Path], source: Path, progress: bool) -> dict[str, A
     with _bar("sha256", n_bytes, progress) as report:
         digest = sha256(files, source, report)
     name = files[0].name if len(files) == 1 else source.resolve().name
-    return {"name": name, "files": len(files), "bytes": n_bytes, "sha256": digest}
+    return {"name": _in_utf_8(name), "files": len(files), "bytes": n_bytes, "sha256": digest}
+
+
+def _in_utf_8(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _write_tokens(
@@ -389,7 +412,8 @@ def _write_description(folder: Path, vocabulary: Vocabulary, description: dict[s
         "dtype": token_dtype(len(vocabulary)),
         **description,
     }
-    with open(folder / DESCRIPTION, "w", encoding="utf-8") as file:
+    # What of a pattern is not UTF-8 becomes JSON's own escape.
+    with open(folder / DESCRIPTION, "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump(about, file, indent=2, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())
@@ -454,7 +478,7 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     def add(kind: str, title: str, description: str, source: str) -> argparse.ArgumentParser:
         sub = kinds.add_parser(kind, help=title, description=description)
         sub.add_argument("source", type=Path, help=source)
-        sub.add_argument("destination", type=Path, help="the folder to make")
+        sub.add_argument("destination", type=Path, help="the folder to make, or an empty one")
         return sub
 
     text = add(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from txl_model.data.published import SPLITS, Published
 from txl_model.data.vocabulary import CHUNK
@@ -43,7 +43,7 @@ class Part:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def open(self, report: Report = _silent) -> BinaryIO:
+    def open(self, report: Report = _silent) -> io.BufferedReader:
         """For reading; `report` is told of the bytes that have been read."""
         return io.BufferedReader(_PartReader(self, report), CHUNK)
 
@@ -71,13 +71,18 @@ class _PartReader(io.RawIOBase):
 def sha256(paths: Sequence[Path], root: Path, report: Report = _silent) -> str:
     """Of one file; of several, of the list that `sha256sum` prints of them, with paths below root."""
     if len(paths) != 1:
-        lines = (f"{sha256([path], root, report)}  {path.relative_to(root).as_posix()}\n" for path in paths)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        lines = (f"{sha256([path], root, report)}  ".encode() + _name(path, root) + b"\n" for path in paths)
+        return hashlib.sha256(b"".join(lines)).hexdigest()
     digest = hashlib.sha256()
     with Part.whole(paths[0]).open(report) as file:
         while data := file.read(CHUNK):
             digest.update(data)
     return digest.hexdigest()
+
+
+def _name(path: Path, root: Path) -> bytes:
+    """The path of a file below root, as the system has it: it need not be UTF-8."""
+    return os.fsencode(path.relative_to(root).as_posix())
 
 
 # ---------------------------------------------------------------------------------- published corpora
@@ -246,11 +251,11 @@ def match(folder: Path, pattern: str) -> list[Path]:
     if PurePosixPath(pattern).is_absolute():
         raise ValueError(f"the pattern must be one of paths below {folder}, got {pattern!r}")
     hidden = any(name.startswith(".") for name in PurePosixPath(pattern).parts)
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.glob(pattern) if path.is_file()}
+    paths = {_name(path, folder): path for path in folder.glob(pattern) if path.is_file()}
     return [
         path
-        for name, path in sorted(paths.items())
-        if hidden or not any(step.startswith(".") for step in PurePosixPath(name).parts)
+        for _, path in sorted(paths.items())
+        if hidden or not any(step.startswith(".") for step in path.relative_to(folder).parts)
     ]
 
 
@@ -298,7 +303,7 @@ def cut_by_size(files: Sequence[Path], shares: Mapping[str, float], unit: str) -
     """All files one after another, cut where each split has its share of the bytes, in the order of `shares`.
 
     A cut moves on to the next character or, for words, to the next line (in a very long line, to the next
-    blank).
+    blank; a word longer than CHUNK is cut between characters).
     """
     starts = [0, *accumulate(path.stat().st_size for path in files)]
     cuts = [0]
@@ -332,7 +337,7 @@ def _next_boundary(path: Path, offset: int, unit: str) -> int:
             inside += 1
         return offset - 1 + inside
     blank = re.search(rb"\n", data) or re.search(rb"\s", data)
-    return offset - 1 + (blank.end() if blank else len(data))
+    return offset - 1 + blank.end() if blank else _next_boundary(path, offset - 1 + len(data), "char")
 
 
 def cut_by_file(files: Sequence[Path], root: Path, shares: Mapping[str, float]) -> dict[str, list[Part]]:
@@ -342,7 +347,7 @@ def cut_by_file(files: Sequence[Path], root: Path, shares: Mapping[str, float]) 
     """
     parts = {path: Part.whole(path) for path in files}
     total = sum(len(part) for part in parts.values())
-    left = sorted(files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    left = sorted(files, key=lambda path: hashlib.sha256(_name(path, root)).digest())
     split_of = dict.fromkeys(files, "train")
     for split, share in shares.items():
         taken = 0
