@@ -202,10 +202,9 @@ float16's kernels are bfloat16's with other names of instructions.
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
   Forward's are its block of queries and that: `ForwardBlock` (warps, and whether the next kernel may begin
-  early) or, for sm_90a,
-  `WarpgroupQueryBlock`, whose products have 64 rows, not 16. So are dk and dv's: `KeyBlock` (keys, queries, warps,
-  whether keys are held) or `WarpgroupKeyBlock`; dq's: `SlopeBlock` (keys) or `WarpgroupSlopeBlock`; and
-  dr's: `RowBlock` (queries) or `WarpgroupRowBlock`.
+  early) or, for sm_90a, `WarpgroupQueryBlock`, whose products have 64 rows, not 16. So are dk and dv's:
+  `KeyBlock` (keys, queries, warps, whether keys are held) or `WarpgroupKeyBlock`; dq's: `SlopeBlock` (keys)
+  or `WarpgroupSlopeBlock`; and dr's: `RowBlock` (queries) or `WarpgroupRowBlock`.
 """
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 

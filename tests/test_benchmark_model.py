@@ -71,7 +71,9 @@ def test_without_the_rival_ours_is_measured_alone(capsys, tmp_path, no_rival):
     content = json.loads(path.read_text())
     assert {"cpu", "threads", "torch", "commit"} <= content["machine"].keys()
     for figure in content["figures"]:
-        assert figure["ours"] > 0 and figure["rival"] is None and figure["ratio"] is None
+        # So small a model may fit into memory that the process had already.
+        least = 0 if figure["name"].startswith("peak memory") else 1e-9
+        assert figure["ours"] >= least and figure["rival"] is None and figure["ratio"] is None
 
 
 def test_another_release_is_no_rival(monkeypatch):

@@ -214,8 +214,8 @@ def _refuse_perm_mask(
     given.update(kwargs)
     if given.get("perm_mask") is not None and given.get("target_mapping") is None:
         raise ValueError(
-            "perm_mask: the fused attention has it only beside a target_mapping, for which hidden tokens' own "
-            "results do not matter"
+            "perm_mask: the fused attention has it only beside a target_mapping, for which hidden tokens' "
+            "own results do not matter"
         )
 
 

@@ -17,11 +17,11 @@ _LARGE = 2**19  # bytes of weights below which torch's is as fast
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, faster on a CPU: in float32, and for up to four rows without gradients.
 
-    Up to four rows, as in generation, the way of large weights from memory is all that counts, and torch takes
-    them through one core: a C++ kernel takes them through all. In float32 torch asks MKL for products, and on
-    an AMD Zen 4 oneDNN, which torch ships as well, is 1.1 to 1.7 times as fast: it has the numbers of rows that
-    are multiples of 16, beyond 256 of 64. Under autocast, `torch.compile` or on other devices this is torch's
-    own function.
+    Up to four rows, as in generation, the way of large weights from memory is all that counts, and torch
+    takes them through one core: a C++ kernel takes them through all. In float32 torch asks MKL for products,
+    and on an AMD Zen 4 oneDNN, which torch ships as well, is 1.1 to 1.7 times as fast: it has the numbers of
+    rows that are multiples of 16, beyond 256 of 64. Under autocast, `torch.compile` or on other devices this
+    is torch's own function.
 
     Args:
         x: [..., depth], float32, float64 or bfloat16.
@@ -87,8 +87,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_usual(rows: int) -> bool:
-    """Whether oneDNN may have them. It keeps what it makes for a number of rows, 1 or 2 MB each of up to 1,024,
-    and texts of all lengths would fill that."""
+    """Whether oneDNN may have them. It keeps what it makes for a number of rows, 1 or 2 MB each of up to
+    1,024, and texts of all lengths would fill that."""
     return rows % (16 if rows <= 256 else 64) == 0
 
 

@@ -58,6 +58,8 @@ struct WarpgroupBackward {
   static int dq(const BackwardParams& params, void* stream);
   static int dr(const BackwardParams& params, void* stream);
 };
+// Of rows of other classes, which forward fills up for its own, a quarter or half of all sums would be of
+// zeros.
 #if defined(TXL_WARPGROUPS)
 template <typename E, int kHead>
 constexpr bool kWarpgroupBackward = is_half<E> && (kHead == 64 || kHead == 128);
