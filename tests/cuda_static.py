@@ -42,7 +42,7 @@ SHARED = {80: 164, 90: 228, 100: 228}
 REGISTERS = 65536
 # By the kernel of dk and dv, which holds keys, values and sums: an H200 was faster with some, and larger
 # tiles or addresses known beforehand.
-SPILLS = {64: 40, 96: 56, 128: 56, 256: 48}
+SPILLS = {64: 24, 128: 24, 256: 32}
 
 
 def may_spill(kernel: str) -> int:
