@@ -109,7 +109,11 @@ def compile_to_ptx(folder: Path, ptx: str, names: list[str]) -> bytes:
         assert getattr(nvrtc, f"nvrtcGet{of}")(program, buffer) == 0
         return buffer.value
 
-    headers = ("backward.h", "forward.h", *(f"warpgroup_{x}block.h" for x in ("", "key_", "slope_", "row_")))
+    headers = (
+        "backward.h",
+        "forward.h",
+        *(f"warpgroup_{x}block.h" for x in ("query_", "key_", "slope_", "row_")),
+    )
     source = "".join(f'#include "{name}"\n' for name in headers) + "using namespace txl::cuda;\n"
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     try:
