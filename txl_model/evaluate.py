@@ -54,10 +54,11 @@ class Evaluation:
         return self.loss / math.log(2)
 
 
-def as_many_keys(config: TransformerXLConfig, tgt_len: int) -> int:
-    """The mem_len with which memory and a segment of tgt_len tokens are together as long as in training; 0 if
-    the segment alone is, or if training had no memory."""
-    return max(0, config.mem_len + config.tgt_len - tgt_len) if config.mem_len else 0
+def as_many_keys(config: TransformerXLConfig, tgt_len: int, trained_len: int | None = None) -> int:
+    """The mem_len with which memory and a segment of tgt_len tokens are together as long as in training, of
+    trained_len tokens (None: the model's tgt_len); 0 if the segment alone is, or training had no memory."""
+    trained_len = config.tgt_len if trained_len is None else trained_len
+    return max(0, config.mem_len + trained_len - tgt_len) if config.mem_len else 0
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -97,29 +98,9 @@ def generate(
             rows = [row[-model.config.tgt_len :] for row in rows]
     if seed is None:
         seed = torch.Generator().seed()
-    if model.config.zero_memory and len({len(row) for row in rows}) > 1:
-        alone = [
-            generate(
-                model,
-                [row],
-                max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed + b,
-                stop_tokens=stop,
-                mem_len=mem_len,
-                clamp_len=clamp_len,
-                same_length=same_length,
-                segment_len=segment_len,
-                n_symbols=n_symbols,
-            )
-            for b, row in enumerate(rows)
-        ]
-        return map(torch.cat, zip_longest(*alone, fillvalue=torch.tensor([FINISHED], device="cpu")))
     draws = [torch.Generator().manual_seed((seed + b) % 2**64) for b in range(len(rows))]
 
-    def choose(logits: Tensor) -> Tensor:
+    def choose(draws: list[torch.Generator], logits: Tensor) -> Tensor:
         logits = logits[:, :n_symbols]
         likeliest = logits.max(-1)
         tokens = likeliest.indices
@@ -130,17 +111,23 @@ def generate(
             tokens = sample(logits, uniform.to(logits.device), temperature, top_k, top_p)
         return tokens.where(likeliest.values.isfinite(), _NO_TOKEN)
 
-    longest = max(len(row) for row in rows)
-    padding = [longest - len(row) for row in rows]
-    input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device="cpu")
-    with torch.no_grad(), eval_mode(model):
-        memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
-    if any(padding):
-        memory = memory.reset(range(len(rows)), skip=torch.tensor(padding, device=memory.device))
-    # Segments end where the prompts do: each row has its segments as if it had no padding.
-    first = (longest - 1) % segment_len + 1
-    segments = input_ids.split([first] + [segment_len] * ((longest - first) // segment_len), dim=1)
-    return _steps(model, memory, segments, choose, max_new_tokens, stop)
+    def continued(rows: list[list[int]], draws: list[torch.Generator]) -> Iterator[Tensor]:
+        longest = max(len(row) for row in rows)
+        padding = [longest - len(row) for row in rows]
+        input_ids = torch.tensor([[0] * n + row for n, row in zip(padding, rows, strict=True)], device="cpu")
+        with torch.no_grad(), eval_mode(model):
+            memory = model.new_memory(len(rows), mem_len, clamp_len, same_length)
+        if any(padding):
+            memory = memory.reset(range(len(rows)), skip=torch.tensor(padding, device=memory.device))
+        # Segments end where the prompts do: each row has its segments as if it had no padding.
+        first = (longest - 1) % segment_len + 1
+        segments = input_ids.split([first] + [segment_len] * ((longest - first) // segment_len), dim=1)
+        return _steps(model, memory, segments, partial(choose, draws), max_new_tokens, stop)
+
+    if model.config.zero_memory and len({len(row) for row in rows}) > 1:
+        alone = [continued([row], [draw]) for row, draw in zip(rows, draws, strict=True)]
+        return map(torch.cat, zip_longest(*alone, fillvalue=torch.tensor([FINISHED], device="cpu")))
+    return continued(rows, draws)
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:

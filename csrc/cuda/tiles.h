@@ -387,19 +387,19 @@ struct Copier {
   }
 };
 
+// The same for rows that are copied once.
+template <int kThreads, int kRows, typename Tile, typename F>
+TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem& p, F row_of) {
+  const Copier<kThreads, Tile> copier(p);
+  copier.template copy<kRows>(to, copier.rows(from, b, h), false, 0, row_of);
+}
+
 // kRows rows of r from c on, of which those that are clamped are repeated.
 template <int kRows, typename Copier, typename Tile>
 TXL_DEVICE void copy_rows_of_r(Tile to, const Copier& copier, const typename Copier::From& r, int c) {
   const Problem& p = copier.p;
   copier.template copy<kRows>(to, r, has_rows(p, c, kRows), c,
                               [&](int n) { return RowOf{p.r_row(c + n), true}; });
-}
-
-// The same for rows that are copied once.
-template <int kThreads, int kRows, typename Tile, typename F>
-TXL_DEVICE void copy_rows(Tile to, const View& from, int b, int h, const Problem& p, F row_of) {
-  const Copier<kThreads, Tile> copier(p);
-  copier.template copy<kRows>(to, copier.rows(from, b, h), false, 0, row_of);
 }
 
 // What was copied has arrived, and all threads are done with what they did before.

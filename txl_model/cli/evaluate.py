@@ -24,7 +24,7 @@ from txl_model.cli.options import (
 )
 from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
-from txl_model.evaluate import Evaluation, evaluate, evaluate_lengths
+from txl_model.evaluate import Evaluation, as_many_keys, evaluate, evaluate_lengths
 from txl_model.presets import PRESETS, preset
 from txl_model.train import segment_lengths
 from txl_model.train_config import TrainConfig
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     word = corpus.unit == "word"
     results = []
     if mem_lens == (None,) and with_memory:
-        mem_lens = (max(0, model.config.mem_len + scored + ext_len - reading["tgt_len"]),)
+        mem_lens = (as_many_keys(model.config, reading["tgt_len"], scored + ext_len),)
         if mem_lens == (0,):
             to_stderr(
                 f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
