@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from txl_kernels import rel_attention
+from txl_kernels import flops, rel_attention
 
 DTYPES = {
     "float32": torch.float32,
@@ -19,9 +19,9 @@ DTYPES = {
 }
 FORWARD, BACKWARD, TRAIN, DECODE = "forward", "backward", "forward+backward", "decode"
 
-# Products over the visible pairs: (content, position). Forward: Q K^T and P V; (Q + v) R^T. Backward: the
-# scores again, dP, dV, dK, dQ; of the position term the scores again, dQ, dR.
-PRODUCTS = {FORWARD: (2, 1), BACKWARD: (5, 3), TRAIN: (7, 4), DECODE: (2, 1)}
+# Products over the visible pairs: (content, position).
+PRODUCTS = {FORWARD: flops.FORWARD, BACKWARD: flops.BACKWARD, DECODE: flops.FORWARD}
+PRODUCTS[TRAIN] = tuple(map(sum, zip(flops.FORWARD, flops.BACKWARD, strict=True)))
 
 # Largest relative error of a head that is rounding and no mistake. A shift that is off by one has one near 1,
 # a mask that is off by one of thousands of keys has some percent.
@@ -61,23 +61,22 @@ class Problem:
     def itemsize(self) -> int:
         return self.torch_dtype.itemsize
 
-    def visible_pairs(self, nearer_than: int | None = None) -> int:
-        """Pairs (query, key) that the causal mask lets through, with a distance below `nearer_than`."""
-        longest = self.klen if nearer_than is None else min(self.klen, nearer_than)
-        # Query i sees klen - qlen + i + 1 keys.
-        first, last = self.klen - self.qlen + 1, self.klen
-        ramp_end = min(last, longest)
-        ramp = (first + ramp_end) * (ramp_end - first + 1) // 2 if ramp_end >= first else 0
-        flat = longest * (last - max(first, longest + 1) + 1) if last > longest else 0
-        return self.batch * self.heads * (ramp + flat)
+    def visible_pairs(self) -> int:
+        """Pairs (query, key) that the causal mask lets through."""
+        return self.batch * self.heads * flops.pairs(self.qlen, self.klen, left=self.klen, right=0)
 
     def flops(self, which: str, position: bool = True) -> int:
         """Useful work: visible pairs only, and no position product for pairs whose distance is clamped."""
         content_products, position_products = PRODUCTS[which]
-        work = content_products * self.visible_pairs()
-        if position:
-            work += position_products * self.visible_pairs(nearer_than=self.rows)
-        return 2 * self.d_head * work
+        return flops.rel_attention_flops(
+            (content_products, position_products if position else 0),
+            (self.batch, self.heads, self.qlen, self.d_head),
+            self.klen,
+            self.rows,
+            causal=True,
+            window_size=(-1, -1),
+            r_zero=self.rows - 1,
+        )
 
     def cache_bytes(self, position: bool = True) -> int:
         """Bytes of k, v and r: what one decoding step has to read."""
