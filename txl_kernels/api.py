@@ -8,20 +8,19 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from txl_kernels import ops, philox, reference, registry
+from txl_kernels import cpu, ops, philox, reference, registry
 
 MAX_HEAD_DIM = 256
 
-_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REFERENCE_DTYPES = (*_CPU_DTYPES, torch.float16)
+_REFERENCE_DTYPES = (*cpu.DTYPES, torch.float16)
 _DTYPES_OF_BACKEND: dict[str, tuple[torch.dtype, ...]] = {
     registry.REFERENCE: _REFERENCE_DTYPES,
-    "cpu": _CPU_DTYPES,
+    "cpu": cpu.DTYPES,
     "triton": _GPU_DTYPES,
     "cuda": _GPU_DTYPES,
 }
-_DTYPES_OF_DEVICE: dict[str, tuple[torch.dtype, ...]] = {"cpu": _CPU_DTYPES, "cuda": _GPU_DTYPES}
+_DTYPES_OF_DEVICE: dict[str, tuple[torch.dtype, ...]] = {"cpu": cpu.DTYPES, "cuda": _GPU_DTYPES}
 # Offsets on the key axis are added to positions in 64 bits.
 _MAX_OFFSET = 2**62
 _LARGEST = torch.finfo(torch.float64).max

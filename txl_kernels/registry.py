@@ -101,11 +101,9 @@ def load(name: str) -> Backend:
     try:
         backend: Backend = importlib.import_module(_MODULES[name])
     except ModuleNotFoundError as error:
-        if error.name != _MODULES[name]:
-            raise BackendUnavailable(
-                f"backend {name!r} cannot be imported: {error}; pip install {error.name}"
-            ) from error
-        raise BackendUnavailable(f"backend {name!r} is not part of this version of txl-kernels") from None
+        raise BackendUnavailable(
+            f"backend {name!r} cannot be imported: {error}; pip install {error.name}"
+        ) from error
     except Exception as error:
         raise BackendUnavailable(
             f"backend {name!r} cannot be imported: {type(error).__name__}: {error}"
