@@ -25,7 +25,7 @@ from cli import Progress, positive, why
 from machine import describe, tiles
 from measure import Task
 from problem import BACKWARD, DECODE, DTYPES, FORWARD, GPU_HEADLINE, TRAIN, Problem, Truth
-from rivals import GPU_RIVALS, RIVALS, Attend, Way, extra_memory, ours
+from rivals import GPU_RIVALS, LABELS, RIVALS, Attend, Way, extra_memory, ours
 from torch import Tensor
 
 from txl_kernels import backends
@@ -326,11 +326,14 @@ def write_plot(path: Path, results: list[Result], about: dict[str, Any]) -> None
                 panel.set_xticks(klens, [str(klen) for klen in klens])
                 panel.set_xticks([], minor=True)
                 panel.grid(True, which="both", alpha=0.25)
-                panel.legend()
     problem = results[-1].problem
     sizes = f"B {problem.batch}, H {problem.heads}, D {problem.d_head}, {problem.dtype}"
     canvas.suptitle(f"{sizes}: {about['gpu'] or about['cpu']}, {about['threads']} threads")
-    canvas.tight_layout()
+    legend = {line.get_label(): line for panel in panels.flat for line in panel.get_lines()}
+    columns = 2 * len(passes)
+    below = 0.22 * -(-len(legend) // columns) + 0.1  # inches
+    canvas.legend(legend.values(), legend.keys(), loc="lower center", ncols=columns, frameon=False)
+    canvas.tight_layout(rect=(0, below / size[1], 1, 1))
     canvas.savefig(path, dpi=120)
     plt.close(canvas)
 
@@ -341,7 +344,7 @@ def _plot_panel(panel: Any, results: list[Result], figure: Callable[[Row], float
         values = {r.problem.klen: figure(same) for r in results for same in r.rows if same.way == row.way}
         shown = {klen: value for klen, value in values.items() if value is not None}
         if shown:
-            label = f"rel_attention ({row.way})" if row.ours else row.way
+            label = f"rel_attention ({row.way})" if row.ours else LABELS[row.way]
             style = {"color": f"C{index}", "linewidth": 3 if row.ours else 1.3, "label": label}
             panel.plot(list(shown), list(shown.values()), "o-", **style)
 
