@@ -73,6 +73,10 @@ X86_LEVELS = [
     ),
 ]
 
+# GCC for ARM, in contrast to GCC for x86, reorders before it hands out registers; a register tile then needs
+# more of them than there are, and sums are stored and loaded again in every step.
+ARM_FLAGS = ["-fno-schedule-insns"]
+
 # What CXX may have before the compiler.
 LAUNCHERS = {"ccache", "sccache", "buildcache", "distcc", "icecc", "env"}
 
@@ -138,7 +142,8 @@ def find_levels(cxx: list[str]) -> dict[str, tuple[list[str], list[str]]]:
 
     The CPU is not asked: the kernels choose at run time, perhaps on another machine.
     """
-    levels: dict[str, tuple[list[str], list[str]]] = {"baseline": ([], DTYPES)}
+    baseline = ARM_FLAGS if platform.machine() == "aarch64" else []
+    levels: dict[str, tuple[list[str], list[str]]] = {"baseline": (baseline, DTYPES)}
     if platform.machine() not in ("x86_64", "AMD64"):
         return levels
     for name, flags, dtypes, expression in X86_LEVELS:

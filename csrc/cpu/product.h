@@ -21,9 +21,9 @@ constexpr int kLineBytes = 64;  // of the cache
 template <int N>
 using Size = std::integral_constant<int, N>;
 
-// Steps of the depth that are written out one behind another: where vectors are short, the loop itself and
-// fetching would take a good part of what a step takes.
-constexpr int kSteps = kLong ? 1 : 4;
+// Steps of the depth that are written out one behind another: where a step is short, the loop itself and
+// fetching would take a good part of it.
+constexpr int kSteps = kRows * kVectors >= 24 ? 1 : 4;
 
 // A pitch that is known when this is compiled, as a type where vectors are short: then one register addresses
 // all of A.
