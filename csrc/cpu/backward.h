@@ -153,7 +153,7 @@ class BackwardKernel {
         together_(shares_ == 1 || p_.H * batch_shares_ >= pool_.threads * least_units()) {}
 
   bool run() {
-    const int64_t parts = together_ ? 1 : shares_, tasks = p_.H * batch_shares_ * parts;
+    const int64_t tasks_of_unit = together_ ? 1 : shares_, tasks = p_.H * batch_shares_ * tasks_of_unit;
     const auto arrays = [&](Scratch& s, auto visit) { scratch_arrays(s, visit); };
     Array<Task> task(tasks);
     Array<Scratch> scratch(min(pool_.threads, tasks));
@@ -161,12 +161,12 @@ class BackwardKernel {
     Arena arena(static_cast<size_t>(tasks) * (Arena::bytes<T>(rest_elements()) + Arena::bytes<T>(own_keys)) +
                 static_cast<size_t>(scratch.size()) * Arena::record_bytes<Scratch>(arrays));
     for (int64_t i = 0; i < tasks; ++i) {
-      const int64_t unit = i / parts, part = unit % batch_shares_;
+      const int64_t unit = i / tasks_of_unit, batch_share = unit % batch_shares_;
       T* rest = arena.take<T>(rest_elements());
       T* keys = arena.take<T>(own_keys);
       task[i] = {unit / batch_shares_,
-                 p_.B * part / batch_shares_,
-                 p_.B * (part + 1) / batch_shares_,
+                 p_.B * batch_share / batch_shares_,
+                 p_.B * (batch_share + 1) / batch_shares_,
                  together_ ? 0 : i % shares_,
                  together_ ? shares_ : i % shares_ + 1,
                  sums_in(keys, keys_, rest)};
@@ -733,12 +733,12 @@ class BackwardKernel {
     }
   }
 
-  void sum_bias(const Array<Task>& tasks, int64_t h, const View& to, T* Sums::* part) const {
+  void sum_bias(const Array<Task>& tasks, int64_t h, const View& to, T* Sums::* of_bias) const {
     if (!to.data) return;
     for (int64_t d = 0; d < p_.D; ++d) {
       T sum = 0;
       for (const Task& task : tasks)
-        if (task.head == h && task.share_from == 0) sum += (task.sums.*part)[d];
+        if (task.head == h && task.share_from == 0) sum += (task.sums.*of_bias)[d];
       store_as(to.at<S>(0, h, 0) + d, sum);
     }
   }

@@ -149,7 +149,7 @@ static void pack_far(const S* row, int64_t D, typename C::Elem* out) {
   }
 }
 
-// The part of the band that the current chunk of keys needs. It slides with the keys: a column is computed
+// The stretch of the band that the current chunk of keys needs. It slides with the keys: a column is computed
 // once.
 template <class C, int kBlockRows, int kChunkKeys>
 class BandWindow {

@@ -1,5 +1,5 @@
 // Decode: few queries over many keys, as in generation. Every key is read once, nothing is packed, and the
-// keys are split over the threads; the speed of memory is the limit. The parts are merged by their
+// keys are split over the threads; the speed of memory is the limit. The splits are merged by their
 // largest scores and totals, in order.
 #pragma once
 
@@ -40,12 +40,12 @@ class DecodeKernel {
         pool_(pool),
         columns_(round_up(p_.D, W)),
         // The split depends on the shapes alone, and so does the result.
-        parts_(max(1, min(kItems / max(1, p_.B * p_.H), p_.K / kMinKeys))),
-        partial_(p_.B * p_.H * parts_ * p_.L * (columns_ + 2)) {}
+        splits_(max(1, min(kItems / max(1, p_.B * p_.H), p_.K / kMinKeys))),
+        partial_(p_.B * p_.H * splits_ * p_.L * (columns_ + 2)) {}
 
   void run() {
-    parallel_items(pool_, p_.B * p_.H * parts_,
-                   [&](int64_t item, int) { run_part(item / parts_, item % parts_); });
+    parallel_items(pool_, p_.B * p_.H * splits_,
+                   [&](int64_t item, int) { run_split(item / splits_, item % splits_); });
     for (int64_t unit = 0; unit < p_.B * p_.H; ++unit)
       for (int64_t i = 0; i < p_.L; ++i) merge(unit, i);
   }
@@ -54,9 +54,9 @@ class DecodeKernel {
   static constexpr int64_t kItems = 16,
                            kMinKeys = 256;  // few and long: streams that hardware foresees
 
-  // o of one part of one query, and behind it m and l.
-  T* part_of(int64_t unit, int64_t part, int64_t i) {
-    return partial_.begin() + ((unit * parts_ + part) * p_.L + i) * (columns_ + 2);
+  // o of one split of one query, and behind it m and l.
+  T* partial_of(int64_t unit, int64_t split, int64_t i) {
+    return partial_.begin() + ((unit * splits_ + split) * p_.L + i) * (columns_ + 2);
   }
 
   Query query(int64_t b, int64_t h, int64_t i, T* memory) const {
@@ -99,9 +99,9 @@ class DecodeKernel {
     if (kLong && n * W % kLine == 0) __builtin_prefetch(row + n * W, 0, 2);
   }
 
-  void run_part(int64_t unit, int64_t part) {
+  void run_split(int64_t unit, int64_t split) {
     const int64_t b = unit % p_.B, h = unit / p_.B;
-    const Range share = {p_.K * part / parts_, p_.K * (part + 1) / parts_};
+    const Range share = {p_.K * split / splits_, p_.K * (split + 1) / splits_};
     Array<T> memory(2 * p_.L * columns_);
     Query queries[kDecodeRows];
     Range all = {share.hi, share.lo};
@@ -110,7 +110,7 @@ class DecodeKernel {
       Range& keys = queries[i].keys;
       keys = {max(keys.lo, share.lo), min(keys.hi, share.hi)};
       if (!keys.empty()) all = {min(all.lo, keys.lo), max(all.hi, keys.hi)};
-      T* o = part_of(unit, part, i);
+      T* o = partial_of(unit, split, i);
       for (int64_t d = 0; d < columns_; ++d) o[d] = 0;
     }
     // Long streams are read fastest; of several queries each is to find k and r still in the cache.
@@ -119,10 +119,10 @@ class DecodeKernel {
       for (int64_t i = 0; i < p_.L; ++i) {
         Query& q = queries[i];
         const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + step)};
-        if (!keys.empty()) add_keys(b, h, i, keys, q, part_of(unit, part, i));
+        if (!keys.empty()) add_keys(b, h, i, keys, q, partial_of(unit, split, i));
       }
     for (int64_t i = 0; i < p_.L; ++i) {
-      T* o = part_of(unit, part, i);
+      T* o = partial_of(unit, split, i);
       o[columns_] = queries[i].m;
       o[columns_ + 1] = queries[i].l;
     }
@@ -265,12 +265,12 @@ class DecodeKernel {
 
   void merge(int64_t unit, int64_t i) {
     T m = -static_cast<T>(INFINITY);
-    for (int64_t part = 0; part < parts_; ++part) m = vmax(part_of(unit, part, i)[columns_], m);
+    for (int64_t split = 0; split < splits_; ++split) m = vmax(partial_of(unit, split, i)[columns_], m);
     const T base = m == -static_cast<T>(INFINITY) ? T{} : m;
     Array<T> o(columns_);
     T l = 0;
-    for (int64_t part = 0; part < parts_; ++part) {
-      const T* x = part_of(unit, part, i);
+    for (int64_t split = 0; split < splits_; ++split) {
+      const T* x = partial_of(unit, split, i);
       const T weight = exp2(splat(x[columns_] - base))[0];
       l += weight * x[columns_ + 1];
       for (int64_t d = 0; d < columns_; ++d) o[d] += weight * x[d];
@@ -282,7 +282,7 @@ class DecodeKernel {
   const Forward& t_;
   const Pool& pool_;
   const int64_t columns_;
-  const int64_t parts_;
+  const int64_t splits_;
   Array<T> partial_;
 };
 

@@ -11,15 +11,13 @@
 
 #include "memory.h"
 #include "tiles.h"
+#include "util.h"
 
 namespace txl::TXL_LEVEL {
 
 enum class A { rows, columns };
 
 constexpr int kLineBytes = 64;  // of the cache
-
-template <int N>
-using Size = std::integral_constant<int, N>;
 
 // Steps of the depth that are written out one behind another: where a step is short, the loop itself and
 // fetching would take a good part of it.
@@ -62,34 +60,6 @@ TXL_INLINE void multiply(Vec<typename C::Acc> (&acc)[kM][kN], const typename C::
     for (; k < depth; ++k) step(k);
 }
 
-// f(Size<n>) for a run-time n in [1, kMax].
-template <int kMax, class F>
-TXL_INLINE void with_size(int64_t n, F&& f) {
-  if constexpr (kMax > 1) {
-    if (n < kMax) return with_size<kMax - 1>(n, f);
-  }
-  f(Size<kMax>{});
-}
-
-// f(start, Size<n>) over [0, total) in groups of at most kMax that differ by at most one: no small group is
-// left over.
-template <int kMax, class F>
-TXL_INLINE void in_groups(int64_t total, F&& f) {
-  const int64_t groups = (total + kMax - 1) / kMax;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t start = total * g / groups, end = total * (g + 1) / groups;
-    with_size<kMax>(end - start, [&](auto size) { f(start, size); });
-  }
-}
-
-TXL_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-TXL_INLINE int64_t floor_to(int64_t n, int64_t to) { return n - ((n % to) + to) % to; }
-TXL_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-TXL_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// A range counted from `start`.
-TXL_INLINE Range shifted(Range range, int64_t start) { return {range.lo - start, range.hi - start}; }
-
 // A product asks needed(row, count) what a group of rows of its result needs, and may leave out the rest.
 // Here: all of it.
 struct All {
@@ -129,8 +99,8 @@ __attribute__((noinline)) static void add_tile(const typename C::Elem* a, Pitch 
   }
 }
 
-// needed: the part of the depth, in values, outside of which A is zero in all of these rows; products made of
-// tiles do not ask. ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
+// needed: the stretch of the depth, in values, outside of which A is zero in all of these rows; products made
+// of tiles do not ask. ahead: what tiles of parts bring near meanwhile, as much of it as b is long; or null.
 template <class C, A layout, class Pitch, class Needed = All>
 TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const typename C::Elem* a,
                             Pitch lda, const typename C::Elem* b, int64_t ldb, typename C::Acc* c,
@@ -144,9 +114,9 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
     in_groups<kVectors>(columns / kLanes<T>, [&](int64_t n0, auto kn) {
       const int64_t column = n0 * kLanes<T>;
       in_groups<kRows>(rows, [&](int64_t m0, auto km) {
-        const Range part = needed(m0, km);
-        const Range k = {max(part.lo, 0) / C::per_elem,
-                         (min(part.hi, depth * C::per_elem) + C::per_elem - 1) / C::per_elem};
+        const Range used = needed(m0, km);
+        const Range k = {max(used.lo, 0) / C::per_elem,
+                         (min(used.hi, depth * C::per_elem) + C::per_elem - 1) / C::per_elem};
         if (k.empty()) return;
         add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
             a + (layout == A::rows ? m0 * lda + k.lo : m0 + k.lo * lda), lda, b + k.lo * ldb + column, ldb,
@@ -257,17 +227,17 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda
       T sums[kM * kPanel<C>];
       const auto multiplied = [&](auto first, auto last, int64_t steps) {
         constexpr int kFrom = decltype(first)::value, kTo = decltype(last)::value;
-        const auto part = [&](int64_t k, int64_t count, int64_t m0, auto then) {
+        const auto add_piece = [&](int64_t k, int64_t count, int64_t m0, auto then) {
           const char* const lines = ahead + k / kSteps * kLineBytes;
           panel_tile<C, kM, kFrom, kTo>(row + k, lda, count, panel + k * kPanel<C>,
                                         lines < end ? lines : nullptr, from, m0, then);
         };
         int64_t k = 0;
         for (; steps - k > piece; k += piece) {
-          part(k, piece, 0, Store<T>{sums, kPanel<C>});
+          add_piece(k, piece, 0, Store<T>{sums, kPanel<C>});
           from = {sums, kPanel<C>, kLanes<T>};
         }
-        part(k, steps - k, m, finish);
+        add_piece(k, steps - k, m, finish);
       };
       // A group needs both halves of the panel, one, or none.
       constexpr int kHalf = kVectors / 2, kHalfColumns = kHalf * kLanes<T>;
