@@ -86,8 +86,8 @@ class BackwardKernel {
   static constexpr int64_t kSpanKeys = kTiled<C> ? 512 : 0;
   static constexpr int kWidth = kPanel<C>;
   // Keys whose probabilities and dS are made and used at a time.
-  static constexpr int64_t kPartKeys = kTiled<C> ? kWidth : kChunkKeys;
-  static constexpr int64_t kPitch = kPartKeys + 16;
+  static constexpr int64_t kScoreKeys = kTiled<C> ? kWidth : kChunkKeys;
+  static constexpr int64_t kPitch = kScoreKeys + 16;
   static constexpr int64_t kSlopeColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
   // Whole cache lines, an odd number of them.
   static constexpr int64_t kSlopePitch = kSlopeColumns | 16;
@@ -454,13 +454,13 @@ class BackwardKernel {
         const int64_t hi = min(lo + kChunkKeys, end);
         const Range in_band = band_tiles<C>(block, lo, hi);
         if (!in_band.empty()) begin_band(block, in_band, window, slope, s);
-        for (int64_t j = lo; j < hi; j += kPartKeys) {
-          const int64_t part_end = min(j + kPartKeys, hi);
-          score_gradients(block, b, head, window, slope, in_band, j, part_end, s);
+        for (int64_t j = lo; j < hi; j += kScoreKeys) {
+          const int64_t scores_end = min(j + kScoreKeys, hi);
+          score_gradients(block, b, head, window, slope, in_band, j, scores_end, s);
           if (poisoned)
-            add_carefully(block, j, part_end, s);
+            add_carefully(block, j, scores_end, s);
           else
-            add_content(block, j, part_end, s);
+            add_content(block, j, scores_end, s);
         }
         if (poisoned)
           slope = {};  // nothing is left to carry: the next chunk's band begins with itself
