@@ -308,8 +308,9 @@ def dq_kernel(
     r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, near_0), D, BD, BN)
     dq_position = accumulate(skew(tl.zeros_like(ds), ds, BN - first, BN), finite(r_tile), dq_position)
     carry = ds
+    # Not over j0 itself: Triton before 3.9 forgets that it is a multiple of BN, and loads dS by elements.
     for t in range(near_0 // BN + 1, near_1 // BN):
-        j0 = t * BN  # of a loop over j0 itself Triton before 3.9 forgets that it is a multiple: dS by elements
+        j0 = t * BN
         ds = tl.load(tile + j0)
         dq_content = accumulate(ds, load_rows(k_rows, k.row, j0, x, None, D, BD, True), dq_content)
         r_tile = load_r(p, r_rows, r.row, band(p, i0 + BM - 1, j0), D, BD, BN)
