@@ -41,7 +41,6 @@ class Way:
     needs: an estimate of the bytes one pass takes, to refuse what cannot fit before trying it.
     work: an estimate of the floating-point operations, where they are far above the useful ones.
     kernel: which of its kernels PyTorch runs, where it has several and they differ.
-    label: what a plot calls it; ours have none.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Way:
     ours: bool = False
     compiled: bool = False
     position: bool = True  # False: leaves the position term out, so it is a floor and no rival
-    label: str = ""
 
 
 def ours(backend: str) -> Way:
@@ -301,56 +299,37 @@ def _compiled(build: Build) -> Build:
 
 # The factors of `needs` are those measured on CPUs, rounded up.
 RIVALS = (
-    Way("naive", _build_naive, needs=_naive_needs, work=_naive_work, label="R projected for every pair"),
-    Way(
-        "published",
-        lambda problem: (published, []),
-        needs=_scores(forward=6, training=8),
-        label="Appendix B as published",
-    ),
-    Way(
-        "shift",
-        _build_shift,
-        needs=_scores(forward=3.5, training=3.5),
-        label="Appendix B, fastest eager form",
-    ),
-    Way(
-        "shift-compiled",
-        _compiled(_build_shift),
-        needs=_scores(forward=2.5, training=3.5),
-        compiled=True,
-        label="Appendix B, compiled",
-    ),
-    Way(
-        "sdpa-bias",
-        _build_sdpa_bias,
-        needs=_scores(forward=2.5, training=6),
-        label="SDPA with the bias",
-    ),
+    Way("naive", _build_naive, needs=_naive_needs, work=_naive_work),
+    Way("published", lambda problem: (published, []), needs=_scores(forward=6, training=8)),
+    Way("shift", _build_shift, needs=_scores(forward=3.5, training=3.5)),
+    Way("shift-compiled", _compiled(_build_shift), needs=_scores(forward=2.5, training=3.5), compiled=True),
+    Way("sdpa-bias", _build_sdpa_bias, needs=_scores(forward=2.5, training=6)),
     Way(
         "sdpa-bias-compiled",
         _compiled(_build_sdpa_bias),
         needs=_scores(forward=2.5, training=3.5),
         compiled=True,
-        label="SDPA with the bias, compiled",
     ),
-    Way(
-        "flex-compiled",
-        _build_flex,
-        needs=_scores(forward=1.5, training=3),
-        compiled=True,
-        label="FlexAttention, compiled",
-    ),
+    Way("flex-compiled", _build_flex, needs=_scores(forward=1.5, training=3), compiled=True),
     Way(
         "sdpa-no-position",
         _build_floor,
         kernel=lambda problem: floor_kernel(problem).name if problem.on_gpu else None,
         position=False,
-        label="SDPA without a position term: less work",
     ),
 )
-LABELS = {way.name: way.label for way in RIVALS}
-# The first two are there to show where the others come from.
+# What a plot calls them.
+LABELS = {
+    "naive": "R projected for every pair",
+    "published": "Appendix B as published",
+    "shift": "Appendix B, fastest eager form",
+    "shift-compiled": "Appendix B, compiled",
+    "sdpa-bias": "SDPA with the bias",
+    "sdpa-bias-compiled": "SDPA with the bias, compiled",
+    "flex-compiled": "FlexAttention, compiled",
+    "sdpa-no-position": "SDPA without a position term: less work",
+}
+# The first two of RIVALS are there to show where the others come from.
 GPU_RIVALS = tuple(way for way in RIVALS if way.name not in ("naive", "published"))
 
 

@@ -122,6 +122,7 @@ def test_what_was_stopped(capsys, monkeypatch, tmp_path):
 
 def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
+    assert list(rivals.LABELS) == [way.name for way in rivals.RIVALS]
     path = tmp_path / "plot.png"
     status, _ = bench(capsys, "--sweep", "20", "40", "--plot", str(path), ways=["shift"])
     assert status == 0

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from txl_kernels import ops
+
 # Products over pairs: (content, position). Forward: Q K^T and P V; (Q + v) R^T. Backward: the scores again,
 # dP, dV, dK, dQ; of the position term the scores again, dQ, dR.
 FORWARD, BACKWARD = (2, 1), (5, 3)
@@ -62,18 +64,21 @@ def rel_attention_flops(
     return 2 * B * H * D * (content * pairs(L, K, left, right) + position * near)
 
 
-def _count(products: tuple[int, int], args: tuple[Any, ...]) -> int:
-    """By the op's arguments from q on, shapes in place of tensors."""
-    q, k, _, r, _, _, _, _, causal, left, right, r_zero, *_ = args
-    return rel_attention_flops(products, q, k[2], r[-2], causal, (left, right), r_zero)
+# ---- For torch's counter, which gives an op's arguments with shapes in place of tensors ----
+
+
+def _count(products: tuple[int, int], inputs: Any, options: Any) -> int:
+    window_size = options.window_left, options.window_right
+    K, N = inputs.k[2], inputs.r[1]
+    return rel_attention_flops(products, inputs.q, K, N, options.causal, window_size, options.r_zero)
 
 
 @flop_counter.register_flop_formula(torch.ops.txl_kernels.rel_attention)
 def _(*args: Any, out_shape: Any = None) -> int:
-    return _count(FORWARD, args)
+    return _count(FORWARD, *ops.forward_arguments(args)[:2])
 
 
 @flop_counter.register_flop_formula(torch.ops.txl_kernels.rel_attention_backward)
 def _(dout: Any, *args: Any, out_shape: Any = None) -> int:
-    inputs, (_, _, _, *options) = args[:8], args[8:]
-    return _count(BACKWARD, (*inputs, *options))
+    inputs, _, _, _, options, _ = ops.backward_arguments(args)
+    return _count(BACKWARD, inputs, options)

@@ -84,13 +84,13 @@ def _choose(backend: str | None, q: Tensor) -> registry.Backend:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS:-1])
-    backend = _choose(args[-1], inputs.q)
+    inputs, options, name = forward_arguments(args)
+    backend = _choose(name, inputs.q)
     return registry.new_results(inputs.q) if inputs.q.numel() == 0 else backend.forward(inputs, options)
 
 
 def _backward(dout: Tensor, *args: Any) -> Gradients:
-    inputs, out, lse, wanted, options, name = _arguments(args)
+    inputs, out, lse, wanted, options, name = backward_arguments(args)
     backend = _choose(name, inputs.q)
     if inputs.q.numel() != 0:
         return backend.backward(dout, inputs, out, lse, wanted, options)
@@ -100,7 +100,13 @@ def _backward(dout: Tensor, *args: Any) -> Gradients:
     return gradients
 
 
-def _arguments(args: tuple[Any, ...]) -> tuple[Inputs, Tensor, Tensor, registry.Wanted, Options, str | None]:
+def forward_arguments(args: tuple[Any, ...]) -> tuple[Inputs, Options, str | None]:
+    return Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS:-1]), args[-1]
+
+
+def backward_arguments(
+    args: tuple[Any, ...],
+) -> tuple[Inputs, Tensor, Tensor, registry.Wanted, Options, str | None]:
     """Backward's but dout."""
     inputs, (out, lse, wanted, *options, name) = Inputs(*args[:_N_INPUTS]), args[_N_INPUTS:]
     return inputs, out, lse, wanted, Options(*options), name
@@ -117,7 +123,7 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("txl_kernels::rel_attention_backward", lib=_lib)
 def _(dout: Tensor, *args: Any) -> Gradients:
-    inputs, _, _, wanted, *_ = _arguments(args)
+    inputs, _, _, wanted, *_ = backward_arguments(args)
     return registry.new_gradients(inputs, wanted)
 
 
