@@ -121,7 +121,9 @@ class BackwardKernel {
   struct Scratch {
     // Packed operands of the current head, batch entry and span of keys.
     Elem *r_panels, *r_rows, *far[2];
-    T* r_far;  // [2][columns]: the end rows of r as values
+    T* r_far;             // [2][columns]: the end rows of r as values
+    int64_t r_head = -1;  // whose r is packed
+    Vec<T> r_poison;      // 0, or NaN if that r is not finite
     Elem *k_panels, *v_panels, *k_rows;
     T* keys;                     // dk and dv of the span, where the task takes all shares
     T *share_keys, *share_rest;  // the sums of later shares
@@ -274,8 +276,8 @@ class BackwardKernel {
   // False where a value that is not finite meets arithmetic that cannot keep it apart.
   bool run_task(const Task& task, Scratch& s) const {
     const TileScope tiles;
-    Vec<T> poison = {};
-    pack_r(task.head, s, poison);
+    if (s.r_head != task.head) pack_r(task.head, s);
+    Vec<T> poison = s.r_poison;
     zero(task.sums.dr, rest_elements());
     for (int64_t b = task.batch_from; b < task.batch_to; ++b) {
       int64_t lo = 0;
@@ -361,7 +363,9 @@ class BackwardKernel {
     add(from.dk, to.dk, keys * columns_), add(from.dv, to.dv, keys * columns_);
   }
 
-  void pack_r(int64_t h, Scratch& s, Vec<T>& poison) const {
+  void pack_r(int64_t h, Scratch& s) const {
+    Vec<T>& poison = s.r_poison;
+    s.r_head = h, poison = Vec<T>{};
     for (int64_t panel = 0; panel < band_.panels; ++panel)
       pack_band_panel<C, S>(p_, t_.r, h, band_, panel, s.r_panels + panel * kWidth * pitch_);
     const auto row = [&](int64_t column) { return band_.template row<S>(p_, t_.r, h, column); };

@@ -50,6 +50,7 @@ class ForwardKernel {
   struct Unit {
     Elem *k, *v, *r, *far_left, *far_right;
     int64_t b, h;
+    int64_t r_head = -1;  // whose r is packed; it stays while batch entries of this head follow one another
     Range seen;           // keys
     int64_t first_value;  // the key that v starts with
     bool v_poisoned;      // some value is not finite; v has zeros there
@@ -165,6 +166,8 @@ class ForwardKernel {
     const Range keys = {floor_to(u.seen.lo, kWidth), round_up(u.seen.hi, kWidth)};
     for (int64_t j = keys.lo; j < keys.hi; j += kWidth) pack_keys(u, j, u.k + j * pitch_);
     pack_values(u, keys.lo, keys.hi);
+    if (u.r_head == u.h) return;
+    u.r_head = u.h;
     for (int64_t panel = 0; panel < band_.panels; ++panel)
       pack_band_panel<C, S>(p_, t_.r, u.h, band_, panel, u.r + panel * kWidth * pitch_);
   }

@@ -305,6 +305,11 @@ static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C:
   for (int x = 0; x < kPanel<C>; x += W)
     for (int64_t k = 0; k < depth; k += W) {
       const int64_t n = min(W, depth - k), d = k * C::per_elem;
+      // The next W rows, while these are turned. They are longer than a line: a stream each for the machine's
+      // own prefetching, which are too many.
+      if (kLong && x + W < kPanel<C>)
+        for (int i = 0; i < W; ++i)
+          if (rows[x + W + i]) __builtin_prefetch(rows[x + W + i] + d, 0, 3);
       E* out = panel + k * kPanelPitch<C> + x;
       if constexpr (C::per_elem > 1 && std::is_same_v<S, bf16>) {  // memory holds elements already
         const int64_t left = min(W * C::per_elem, D - d);
