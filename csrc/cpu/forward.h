@@ -44,13 +44,14 @@ class ForwardKernel {
   static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : 64;  // whose values are added at a time
   static constexpr int64_t kPitch = kChunkKeys + 16 * C::per_elem, kPartPitch = kPitch / C::per_elem,
                            kElemPitch = C::parts * kPartPitch;
+  static constexpr int64_t kKeptBytes = 2 << 20;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
   // Operands of one (batch, head), packed: all of them, or those in use (piecemeal_).
   struct Unit {
     Elem *k, *v, *r, *far_left, *far_right;
     int64_t b, h;
-    int64_t r_head = -1;  // whose r is packed; it stays while batch entries of this head follow one another
+    int64_t r_head = -1;  // whose ends of r are packed, and all of r if r_kept_
     Range seen;           // keys
     int64_t first_value;  // the key that v starts with
     bool v_poisoned;      // some value is not finite; v has zeros there
@@ -85,14 +86,15 @@ class ForwardKernel {
         block_rows_(rows_of_block(p_, pool.threads)),
         blocks_((p_.L + block_rows_ - 1) / block_rows_),
         piecemeal_(blocks_ == 1),
-        band_(p_, block_rows_) {}
+        band_(p_, block_rows_),
+        r_kept_(keeps_r()) {}
 
   void run() {
     const auto unit_arrays = [&](Unit& u, auto visit) {
       const int64_t panel = kWidth * pitch_;
       visit(u.k, piecemeal_ ? panel : keys_ / kWidth * panel);
       visit(u.v, (piecemeal_ ? kChunkKeys : keys_) / C::per_elem * v_pitch_);
-      visit(u.r, piecemeal_ ? panel : band_.panels * panel);
+      visit(u.r, r_kept_ ? band_.panels * panel : panel);
       visit(u.far_left, kLanes<Elem> * pitch_), visit(u.far_right, kLanes<Elem> * pitch_);
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
@@ -157,8 +159,20 @@ class ForwardKernel {
     u.h = unit / p_.B, u.b = unit % p_.B;
     u.seen = keys_of_queries(p_, p_.keys_of_batch(u.b), 0, p_.L - 1);
     u.first_value = 0, u.v_poisoned = false;
+    if (u.r_head == u.h) return;
+    u.r_head = u.h;
     pack_far<C>(t_.r.at<S>(0, u.h, 0), p_.D, u.far_left);
     pack_far<C>(t_.r.at<S>(0, u.h, p_.N - 1), p_.D, u.far_right);
+    if (!r_kept_) return;
+    for (int64_t panel = 0; panel < band_.panels; ++panel)
+      pack_band_panel<C, S>(p_, t_.r, u.h, band_, panel, u.r + panel * kWidth * pitch_);
+  }
+
+  // Whether all of r is packed and kept for the batch entries of a head that a thread takes one after
+  // another. Where the other operands are packed as they are used: if there are such, and r stays near.
+  bool keeps_r() const {
+    const int64_t bytes = band_.panels * kWidth * pitch_ * static_cast<int64_t>(sizeof(Elem));
+    return !piecemeal_ || (p_.B > pool_.threads && bytes <= kKeptBytes);
   }
 
   void pack(int64_t unit, Unit& u) const {
@@ -166,10 +180,6 @@ class ForwardKernel {
     const Range keys = {floor_to(u.seen.lo, kWidth), round_up(u.seen.hi, kWidth)};
     for (int64_t j = keys.lo; j < keys.hi; j += kWidth) pack_keys(u, j, u.k + j * pitch_);
     pack_values(u, keys.lo, keys.hi);
-    if (u.r_head == u.h) return;
-    u.r_head = u.h;
-    for (int64_t panel = 0; panel < band_.panels; ++panel)
-      pack_band_panel<C, S>(p_, t_.r, u.h, band_, panel, u.r + panel * kWidth * pitch_);
   }
 
   void pack_keys(const Unit& u, int64_t j, Elem* panel) const {
@@ -225,8 +235,8 @@ class ForwardKernel {
     const Range in_band = band_tiles<C>(block, lo, hi);
     if (!in_band.empty())
       window.advance(in_band.lo, in_band.hi, [&](int64_t column) {
-        if (piecemeal_) pack_band_panel<C, S>(p_, t_.r, u.h, band_, column / kWidth, u.r);
-        return u.r + (piecemeal_ ? 0 : column * pitch_);
+        if (!r_kept_) pack_band_panel<C, S>(p_, t_.r, u.h, band_, column / kWidth, u.r);
+        return u.r + (r_kept_ ? column * pitch_ : 0);
       });
 
     for (int64_t j = lo; j < hi; j += kWidth) {
@@ -338,6 +348,7 @@ class ForwardKernel {
   const int64_t depth_, pitch_, q_pitch_, columns_, v_pitch_, keys_, block_rows_, blocks_;
   const bool piecemeal_;  // operands are packed as they are used: a panel of k and of r, a chunk of v
   const BandColumns<C> band_;
+  const bool r_kept_;
 };
 
 }  // namespace txl::TXL_LEVEL
