@@ -1,4 +1,4 @@
-"""Layers of Hugging Face's Conformers and XLNet: theirs, and by `txl_kernels.huggingface.use_rel_attention`.
+"""Layers of Hugging Face's Conformers and XLNet: theirs, and by `txl_kernels.integrations.use_rel_attention`.
 
     pip install 'transformers>=5'
     python benchmarks/bench_huggingface.py
@@ -26,7 +26,7 @@ from machine import describe
 from measure import Task
 from torch import Tensor, nn
 
-from txl_kernels.huggingface import use_rel_attention
+from txl_kernels.integrations import use_rel_attention
 
 TOLERANCE = 1e-4  # norm of a difference over the norm of theirs: float32's rounding
 WEIGHT_TOLERANCE = 1e-3  # the same of a weight's gradient

@@ -1,7 +1,7 @@
 """Transformer-XL's relative attention with memory, as fused kernels for PyTorch.
 
 `rel_attention` is the operation, `backends` says what can compute it here. `linear` and `dropout` are layers
-for models on CPUs. `txl_kernels.huggingface` switches Hugging Face's models to `rel_attention`.
+for models on CPUs. `txl_kernels.integrations` switches other libraries' models to `rel_attention`.
 """
 
 from importlib.metadata import PackageNotFoundError, version

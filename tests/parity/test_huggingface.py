@@ -18,7 +18,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
 transformers.logging.set_verbosity_error()
 
-from txl_kernels.huggingface import use_rel_attention  # noqa: E402
+from txl_kernels.integrations import use_rel_attention  # noqa: E402
 
 B, T, C = 3, 23, 32
 LENGTHS = (23, 9, 16)

@@ -1,5 +1,5 @@
 """`use_rel_attention` on a layer like FastSpeech2-Conformer's, without transformers: masks that change,
-copies, files. Beside Hugging Face's own numbers: tests/parity/test_huggingface.py."""
+copies, files. Beside other libraries' own numbers: tests/parity/test_huggingface.py, test_speech.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from txl_kernels import cpu
-from txl_kernels.huggingface import use_rel_attention
+from txl_kernels.integrations import use_rel_attention
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
 
@@ -195,3 +195,21 @@ def test_exported_with_a_mask(model) -> None:
     exported = torch.export.export(model, (x, mask)).module()
     other = masked(4, T, 11)
     torch.testing.assert_close(exported(x, other), model(x, other))
+
+
+class RelPositionMultiHeadedAttention(nn.Module):
+    """ESPnet's by its name, but of another library, as WeNet's, which does not shift."""
+
+
+class OfAnotherForward(FastSpeech2ConformerAttention):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("kind", [RelPositionMultiHeadedAttention, OfAnotherForward])
+def test_layers_that_compute_something_else_are_left_alone(kind, model):
+    with pytest.raises(ValueError, match="has no layer that is served"):
+        use_rel_attention(kind())
+    model.other = kind()
+    assert use_rel_attention(model) == 2
+    assert type(model.other) is kind

@@ -1,0 +1,255 @@
+"""`use_rel_attention`: layers of ESPnet, NeMo and SpeechBrain give the same numbers by our attention as by
+their own.
+
+In an environment of its own, or that of test_huggingface.py:
+
+    pip install . pytest numpy && pip install --no-deps -r tests/parity/requirements-speech.txt
+    pytest tests/parity/test_speech.py
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from txl_kernels.integrations import use_rel_attention
+
+B, T, C, H = 3, 23, 32, 4
+LENGTHS = torch.tensor([23, 9, 16])
+EXIST = torch.arange(T) < LENGTHS[:, None]  # padding behind
+
+
+def load(name: str) -> types.ModuleType:
+    """A library's module by itself: what its packages import, all of the library, is not there."""
+    library, *inner = name.split(".")
+    if library not in sys.modules:
+        spec = importlib.util.find_spec(library)
+        if spec is None:
+            pytest.skip(f"needs {library}")
+        (folder,) = spec.submodule_search_locations
+        bare_package(library, folder)
+    for i in range(1, len(inner)):
+        bare_package(".".join([library, *inner[:i]]), Path(sys.modules[library].__path__[0], *inner[:i]))
+    return importlib.import_module(name)
+
+
+def bare_package(name: str, folder: str | Path) -> None:
+    if name not in sys.modules:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(folder)]
+
+
+def espnet():
+    return load("espnet.nets.pytorch_backend.transformer.attention")
+
+
+def nemo():
+    context = load("nemo.utils.cast_utils").avoid_float16_autocast_context
+    sys.modules["nemo.utils"].avoid_float16_autocast_context = context
+    return load("nemo.collections.asr.parts.submodules.multi_head_attention")
+
+
+def speechbrain():
+    unused = types.ModuleType("speechbrain.dataio.dataio")
+    unused.length_to_mask = None  # attention.py imports it, and torchaudio with it
+    sys.modules.setdefault(unused.__name__, unused)
+    return load("speechbrain.nnet.attention")
+
+
+def frames(rows=T, seed=1):
+    return torch.randn(B, rows, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def positions(keys=T):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(1, 2 * keys - 1, C, generator=generator, dtype=torch.float64)
+
+
+# Each builds a layer and a function that calls it, with padding or without.
+
+
+def espnet_layer():
+    def call(layer, padding):
+        x = frames()
+        return layer(x, x, x, positions(), EXIST[:, None] if padding else None)
+
+    return espnet().RelPositionMultiHeadedAttention(H, C, 0.0), call
+
+
+def espnet_layer_with_new_frames():
+    """Its encoders in streaming: the last frames ask, all are keys."""
+
+    def call(layer, padding):
+        x = frames()
+        return layer(x[:, -5:], x, x, positions(), EXIST[:, None] if padding else None)
+
+    return espnet().RelPositionMultiHeadedAttention(H, C, 0.0), call
+
+
+def nemo_layer(**options):
+    hidden = ~(EXIST[:, :, None] & EXIST[:, None])  # as its encoder makes it
+
+    def call(layer, padding):
+        x = frames()
+        return layer(x, x, x, hidden if padding else None, positions())
+
+    return nemo().RelPositionMultiHeadAttention(H, C, 0.0, None, None, **options), call
+
+
+def nemo_layer_by_sdpa():
+    return nemo_layer(use_pytorch_sdpa=True)
+
+
+def nemo_layer_with_cache():
+    """The cache is filled from its end: sequences have 7, 2 and 0 frames in it."""
+    rows, exist = 7 + T, torch.arange(7 + T) >= torch.tensor([0, 5, 7])[:, None]
+
+    def call(layer, padding):
+        x = frames()
+        layer.cache_drop_size = T - 4  # 4 frames go into the cache
+        hidden = ~exist[:, None].expand(B, T, rows)
+        out, cache = layer(x, x, x, hidden if padding else None, positions(rows), frames(7, seed=3))
+        assert cache.shape == (B, 7, C)
+        return torch.cat([out, cache], 1)
+
+    return nemo().RelPositionMultiHeadAttention(H, C, 0.0, None, None), call
+
+
+def speechbrain_layer(**options):
+    """Its softmax is float32's, and so is the rest."""
+
+    def call(layer, padding):
+        x = frames().float()
+        out, _ = layer(x, x, x, positions().float(), key_padding_mask=~EXIST if padding else None)
+        return out
+
+    return speechbrain().RelPosMHAXL(C, H, **options), call
+
+
+def speechbrain_layer_with_vbias():
+    return speechbrain_layer(vbias=True)
+
+
+LAYERS = [
+    espnet_layer,
+    espnet_layer_with_new_frames,
+    nemo_layer,
+    nemo_layer_by_sdpa,
+    nemo_layer_with_cache,
+    speechbrain_layer,
+    speechbrain_layer_with_vbias,
+]
+
+
+def prepared(build):
+    """The layer, its weights large enough for scores to matter, and how to call it."""
+    torch.manual_seed(0)
+    layer, call = build()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(0.3 * torch.randn_like(weight))
+    return (layer if build.__name__.startswith("speechbrain") else layer.double()).eval(), call
+
+
+def run(layer, call, padding):
+    """Outputs but those of padding, and the gradients of all weights."""
+    layer.zero_grad()
+    out = call(layer, padding)
+    if padding and out.shape[1] == T:
+        out = out[EXIST]
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    (out * weight).sum().backward()
+    return out.detach(), {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padding"])
+@pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
+def test_same_numbers_as_their_own(build, padding):
+    layer, call = prepared(build)
+    ours = copy.deepcopy(layer)
+    expected, expected_grads = run(layer, call, padding)
+    assert use_rel_attention(ours) == 1
+    ours.rel_shift = None  # theirs
+    out, grads = run(ours, call, padding)
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    largest = max(grad.abs().max() for grad in expected_grads.values())
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=tolerance * largest, msg=name)
+
+
+@pytest.mark.parametrize("build", [espnet_layer, nemo_layer, speechbrain_layer], ids=lambda b: b.__name__)
+def test_dropout_while_training(build):
+    layer, call = prepared(build)
+    use_rel_attention(layer)
+    whole = call(layer, True)
+    for name in ("dropout", "dropout_att"):
+        if isinstance(getattr(layer, name, None), nn.Dropout):
+            getattr(layer, name).p = 0.5
+    assert torch.equal(call(layer, True), whole)
+    layer.train()
+    outs = torch.stack([call(layer, True)[EXIST] for _ in range(600)]).detach()
+    spread = outs.std(0)
+    assert (spread > 0).float().mean() > 0.9
+    assert ((outs.mean(0) - whole[EXIST]).abs() < 6 * spread / 600**0.5).float().mean() > 0.99
+
+
+def test_masks_that_are_no_padding_are_refused():
+    layer, _ = prepared(espnet_layer)
+    use_rel_attention(layer)
+    x = frames()
+    for mask in (torch.ones(B, T, T).tril(4), torch.ones(1, 1, T).index_fill(2, torch.tensor([5]), 0)):
+        with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
+            layer(x, x, x, positions(), mask)
+    layer, _ = prepared(nemo_layer)
+    use_rel_attention(layer)
+    with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
+        layer(x, x, x, torch.ones(B, T, T, dtype=torch.bool).triu(4), positions())
+
+
+def test_options_that_are_refused():
+    x, x32 = frames(), frames().float()
+    layer = espnet().RelPositionMultiHeadedAttention(H, C, 0.0, zero_triu=True).double()
+    use_rel_attention(layer)
+    with pytest.raises(ValueError, match="zero_triu: got True"):
+        layer(x, x, x, positions(), None)
+    with pytest.raises(ValueError, match="no layer that is served"):
+        use_rel_attention(espnet().LegacyRelPositionMultiHeadedAttention(H, C, 0.0))
+
+    layer, _ = prepared(nemo_layer)
+    use_rel_attention(layer)
+    with pytest.raises(ValueError, match=r"positions' embeddings: got \[3, 45, 32\]"):
+        layer(x, x, x, None, positions().expand(B, -1, -1))
+    local = nemo().RelPositionMultiHeadAttentionLongformer(H, C, 0.0, None, None, att_context_size=[4, 4])
+    with pytest.raises(ValueError, match="no layer that is served"):
+        use_rel_attention(local)
+
+    layer, _ = prepared(speechbrain_layer)
+    use_rel_attention(layer)
+    with pytest.raises(ValueError, match="attn_mask: "):
+        layer(x32, x32, x32, positions().float(), attn_mask=torch.zeros(T, T))
+    with pytest.raises(ValueError, match=r"key, value: .* self-attention"):
+        layer(x32, x32 + 1, x32 + 1, positions().float())
+    out = layer(x32, x32, x32, positions().float(), return_attn_weights=False)
+    assert out.shape == (B, T, C)
+    layer, _ = prepared(lambda: speechbrain_layer(mask_pos_future=True))
+    use_rel_attention(layer)
+    with pytest.raises(ValueError, match="mask_pos_future: got True"):
+        layer(x32, x32, x32, positions().float())
+
+
+def test_compiled_as_one_graph():
+    layer, call = prepared(espnet_layer)
+    expected = call(layer, True)[EXIST]
+    use_rel_attention(layer)
+    x, where, mask = frames(), positions(), EXIST[:, None]
+    out = torch.compile(layer, fullgraph=True)(x, x, x, where, mask)[EXIST]
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)

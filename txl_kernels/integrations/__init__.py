@@ -1,0 +1,126 @@
+"""Other libraries' Conformer speech encoders, and XLNet, computed by `rel_attention`.
+
+    model = ParakeetForCTC.from_pretrained("nvidia/parakeet-ctc-1.1b")
+    use_rel_attention(model)
+
+The weights stay what and where they are; only what an attention layer computes from its projections is
+replaced. Their own code forms the position term for every pair of frames, pads it, shifts it, and adds it to
+the scores. None of the libraries is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from txl_kernels.integrations import huggingface, speech
+from txl_kernels.integrations.layer import Served
+from txl_kernels.integrations.masks import KeyRanges
+
+_LAYERS: dict[str, Served] = {**huggingface.LAYERS, **speech.LAYERS}
+
+
+def use_rel_attention(model: nn.Module) -> int:
+    """Makes the layers of a model that have Transformer-XL's attention compute by `rel_attention`.
+
+    Changes the model in place, for inference and for training; its weights load and save as before. Layers
+    that are served:
+
+    - transformers 5: those of Parakeet, FastSpeech2-Conformer, XLNet (attn_type="bi" without bi_data) and,
+      with position_embeddings_type="relative", of Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T's speech
+      encoder;
+    - ESPnet: RelPositionMultiHeadedAttention (Conformer, Branchformer, E-Branchformer; not the legacy one);
+    - NeMo: RelPositionMultiHeadAttention (Conformer, FastConformer; not the local one), also with a cache;
+    - SpeechBrain: RelPosMHAXL (Conformer, Branchformer).
+
+    Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
+    may be others (and so is what XLNet, which masks no memory, makes of them with use_mems=True); dropout
+    draws other numbers; dropout of the positions' embeddings (Parakeet's dropout_positions, XLNet's dropout)
+    drops the same for the whole batch; attention weights are None; under autocast attention is computed in
+    autocast's dtype (by NeMo in float32).
+
+    What the fused operation cannot do is refused with a ValueError when the model is called (with a
+    RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
+    (attention in chunks, limited context, XLNet's perm_mask but for generate()'s, or padding between its
+    memory and its segment); of XLNet, token_type_ids and output_attentions=True; masks of FlexAttention;
+    ESPnet's zero_triu; SpeechBrain's attn_mask, mask_pos_future and attention to something else.
+
+    Args:
+        model: a model, or a part of one, on any device.
+
+    Returns:
+        The number of layers that were changed.
+
+    Raises:
+        TypeError: model is no module (but, say, the name of one).
+        ValueError: no layer is served, XLNet has other options, or a layer was changed before by something
+            that this would undo or miss (accelerate's hooks, a parametrization, fully_shard of that layer).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r} of type {type(model).__name__}, needs a torch.nn.Module")
+    layers = [layer for layer in model.modules() if _is_served(layer)]
+    if not layers:
+        raise ValueError(
+            f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_LAYERS)}"
+        )
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "attn_type", "bi") != "bi" or getattr(config, "bi_data", False):
+            given = f"attn_type={config.attn_type!r}, bi_data={config.bi_data}"
+            raise ValueError(f"model: XLNet with {given}; needs 'bi', False")
+    for layer in layers:
+        name = type(layer).__name__
+        if name not in _LAYERS:
+            raise ValueError(
+                f"model: the class of a layer is {name}, made of one that is served (by "
+                "torch.nn.utils.parametrize or fully_shard, say): use_rel_attention comes first"
+            )
+        method = _LAYERS[name].method
+        if method in vars(layer):
+            raise ValueError(
+                f"model: the {method} of a {name} has been replaced already (by accelerate's "
+                "hooks, say), and would go on calling the one before: use_rel_attention comes first"
+            )
+    for module in model.modules():
+        is_xlnet = any(base.__name__ == "XLNetModel" for base in type(module).__mro__)
+        if is_xlnet and huggingface.refuse_perm_mask not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(huggingface.refuse_perm_mask, with_kwargs=True)
+    key_ranges = KeyRanges()  # one for all layers: they are given the same mask
+    for layer in layers:
+        layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
+        of_layer: Any = type(layer)
+        layer.__class__ = _by_rel_attention(getattr(of_layer, "_txl_base", of_layer))
+    return len(layers)
+
+
+@functools.cache
+def _by_rel_attention(base: Any) -> Any:
+    """A layer's class but for one method. One of the instance would stay the original's in copies, such as
+    those of DataParallel.
+    """
+    method, function, _ = _LAYERS[base.__name__]
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(
+        base.__name__, (base,), {**names, "_txl_base": base, method: function, "__reduce_ex__": _reduce}
+    )
+
+
+def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+    """For pickle, which would find the original class by that name."""
+    return _new, (layer._txl_base,), layer.__dict__
+
+
+def _new(base: Any) -> Any:
+    return nn.Module.__new__(_by_rel_attention(base))
+
+
+def _is_served(layer: nn.Module) -> bool:
+    """Of a class that is served, or of one made of it that computes the same."""
+    kind = getattr(layer, "position_embeddings_type", "relative")  # Shaw's, rotary or none, in some
+    for base in type(layer).__mro__ if kind == "relative" else ():
+        served = _LAYERS.get(base.__name__)
+        if served and served.library in (None, base.__module__.partition(".")[0]):
+            return getattr(type(layer), served.method) is getattr(base, served.method)
+    return False

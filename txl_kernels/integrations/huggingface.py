@@ -1,0 +1,153 @@
+"""Layers of transformers 5: Conformer speech encoders and XLNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from txl_kernels.api import rel_attention
+from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined
+from txl_kernels.integrations.masks import read_conformer_mask
+
+# ---- Masks -------------------------------------------------------------------------------------------------
+
+
+def _read_parakeet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a query may see a key, [B, 1, L or 1, K]."""
+    return read_conformer_mask(mask != 0)
+
+
+def _read_fastspeech2_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a key exists, [B, 1, K]."""
+    return mask[:, 0] != 0, mask.new_ones((), dtype=torch.bool)
+
+
+def refuse_perm_mask(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Of XLNet: what it hides from others a token may itself see, which to a layer looks like padding's."""
+    given = dict(
+        zip(("input_ids", "attention_mask", "mems", "perm_mask", "target_mapping"), args, strict=False)
+    )
+    given.update(kwargs)
+    if given.get("perm_mask") is not None and given.get("target_mapping") is None:
+        raise ValueError(
+            "perm_mask: the fused attention has it only beside a target_mapping, for which hidden tokens' "
+            "own results do not matter"
+        )
+
+
+def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a query may not see a key, [L, K, B, 1]. A query sees its own, at padding too; those
+    that `target_mapping` asks do not.
+    """
+    visible = mask[..., 0].permute(2, 0, 1) == 0
+    own = torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
+    own.diagonal(mask.shape[1] - mask.shape[0]).fill_(True)
+    keys = (visible | own).all(1)
+    at_padding = own & ~keys[:, None]
+    return keys, ((visible == (keys[:, None] | own)) | at_padding).all()
+
+
+# ---- Layers: the forward of each (of XLNet the part that is attention), with the arguments it has there ----
+
+
+def _parakeet(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    n_head, groups = layer.config.num_attention_heads, layer.num_key_value_groups
+    out = rel_attention(
+        heads(layer.q_proj(hidden_states), n_head),
+        heads(layer.k_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
+        heads(layer.v_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
+        heads(layer.relative_k_proj(position_embeddings[0]), n_head),
+        layer.bias_u,
+        layer.bias_v,
+        causal=False,
+        key_range=layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_parakeet_mask),
+        scale=layer.scaling,
+        dropout_p=layer.attention_dropout if layer.training else 0.0,
+    )
+    return layer.o_proj(joined(out)), None
+
+
+def _wav2vec2_conformer(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    relative_position_embeddings: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), read_conformer_mask)
+    return _espnet(layer, hidden_states, relative_position_embeddings, key_range)
+
+
+def _fastspeech2(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    pos_emb: Tensor | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor, None]:
+    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_fastspeech2_mask)
+    return _espnet(layer, hidden_states, pos_emb, key_range)
+
+
+def _espnet(
+    layer: Any, hidden_states: Tensor, positions: Tensor | None, key_range: Tensor | None
+) -> tuple[Tensor, None]:
+    q, k, v = (
+        heads(linear(hidden_states), layer.num_heads)
+        for linear in (layer.linear_q, layer.linear_k, layer.linear_v)
+    )
+    return espnet_attention(layer, q, k, v, positions, key_range), None
+
+
+def _xlnet(
+    layer: Any,
+    q_head: Tensor,
+    k_head_h: Tensor,
+    v_head_h: Tensor,
+    k_head_r: Tensor,
+    seg_mat: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    output_attentions: bool = False,
+) -> Tensor:
+    """q_head: [L, B, H, D]; k_head_h, v_head_h: [K, B, H, D]; k_head_r: [K + L, B, H, D], from distance K."""
+    if seg_mat is not None:
+        raise ValueError("token_type_ids: the fused attention has no term for segments; leave them out")
+    if output_attentions:
+        raise ValueError("output_attentions: the fused attention never has them in memory")
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_head, k_head_h, v_head_h))
+    out = rel_attention(
+        q,
+        k,
+        v,
+        k_head_r[:, 0].transpose(0, 1),
+        layer.r_w_bias,
+        layer.r_r_bias,
+        causal=False,
+        r_zero=len(k_head_h),
+        key_range=layer._txl_key_ranges.of(layer, attn_mask, q_head.shape[1], _read_xlnet_mask),
+        scale=layer.scale,
+        dropout_p=layer.dropout.p if layer.training else 0.0,
+    )
+    return out.permute(2, 0, 1, 3)
+
+
+LAYERS = {
+    "ParakeetEncoderAttention": Served("forward", _parakeet),
+    "FastSpeech2ConformerAttention": Served("forward", _fastspeech2),
+    "Wav2Vec2ConformerSelfAttention": Served("forward", _wav2vec2_conformer),
+    "Wav2Vec2BertSelfAttention": Served("forward", _wav2vec2_conformer),
+    "SeamlessM4TConformerSelfAttention": Served("forward", _wav2vec2_conformer),
+    "XLNetRelativeAttention": Served("rel_attn_core", _xlnet),
+}

@@ -1,0 +1,96 @@
+"""Layers of ESPnet, NeMo and SpeechBrain: their Conformers', and of what is built like those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from txl_kernels.api import rel_attention
+from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined
+from txl_kernels.integrations.masks import read_conformer_mask
+
+
+def _read_espnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: not 0 where a query may see a key, [B, L or 1, K]."""
+    return read_conformer_mask(mask[:, None] != 0)
+
+
+def _read_nemo_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: true where a query may not see a key, [B, L, K]."""
+    return read_conformer_mask(~mask[:, None])
+
+
+def _read_speechbrain_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask: true where a key is padding, [B, K]."""
+    return mask == 0, mask.new_ones((), dtype=torch.bool)
+
+
+def _espnet(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None
+) -> Tensor:
+    if layer.zero_triu:
+        raise ValueError("zero_triu: got True; the fused attention hides no positions")
+    key_range = layer._txl_key_ranges.of(layer, mask, len(key), _read_espnet_mask)
+    q, k, v = layer.forward_qkv(query, key, value)
+    return espnet_attention(layer, q, k, v, pos_emb, key_range)
+
+
+def _nemo(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    pos_emb: Tensor,
+    cache: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    key, value, query, cache = layer.update_cache(key=key, value=value, query=query, cache=cache)
+    key_range = layer._txl_key_ranges.of(layer, mask, len(key), _read_nemo_mask)
+    q, k, v = layer.forward_qkv(query, key, value)
+    out = espnet_attention(layer, q, k, v, pos_emb, key_range)
+    return out if cache is None else (out, cache)
+
+
+def _speechbrain(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pos_embs: Tensor,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    return_attn_weights: bool = True,
+) -> Tensor | tuple[Tensor, None]:
+    if layer.mask_pos_future:
+        raise ValueError("mask_pos_future: got True; the fused attention hides no positions")
+    if attn_mask is not None:
+        raise ValueError("attn_mask: the fused attention knows key_padding_mask only; leave it out")
+    if not all(x is query or torch.equal(x, query) for x in (key, value)):
+        raise ValueError("key, value: the fused attention is for self-attention, where they are the query")
+    q, k, v = heads(F.linear(query, layer.in_proj_weight), layer.num_heads).chunk(3, dim=-1)
+    if layer.vbias is not None:
+        v = v + layer.value_bias_weight.view(layer.num_heads, 1, -1)
+    out = rel_attention(
+        q,
+        k,
+        v,
+        heads(layer.linear_pos(pos_embs[0]), layer.num_heads),
+        layer.pos_bias_u.view(layer.num_heads, -1),
+        layer.pos_bias_v.view(layer.num_heads, -1),
+        causal=False,
+        key_range=layer._txl_key_ranges.of(layer, key_padding_mask, len(query), _read_speechbrain_mask),
+        scale=layer.scale,  # of d_model
+        dropout_p=layer.dropout_att.p if layer.training else 0.0,
+    )
+    out = layer.out_proj(joined(out))
+    return (out, None) if return_attn_weights else out
+
+
+LAYERS = {
+    "RelPositionMultiHeadedAttention": Served("forward", _espnet, "espnet"),  # WeNet's does not shift
+    "RelPositionMultiHeadAttention": Served("forward", _nemo, "nemo"),
+    "RelPosMHAXL": Served("forward", _speechbrain, "speechbrain"),
+}
