@@ -58,9 +58,11 @@ def nemo():
 
 
 def speechbrain():
-    unused = types.ModuleType("speechbrain.dataio.dataio")
-    unused.length_to_mask = None  # attention.py imports it, and torchaudio with it
-    sys.modules.setdefault(unused.__name__, unused)
+    # What attention.py imports beside torch and numpy, with the libraries that these need.
+    for name, attribute in (("dataio.dataio", "length_to_mask"), ("utils.logger", "get_logger")):
+        module = types.ModuleType(f"speechbrain.{name}")
+        setattr(module, attribute, lambda *_: None)
+        sys.modules.setdefault(module.__name__, module)
     return load("speechbrain.nnet.attention")
 
 
