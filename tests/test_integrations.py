@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import types
 
 import pytest
 import torch
@@ -42,6 +43,10 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, mask, POSITIONS)[0]
         return x
+
+
+class XLNetModel(nn.Module):
+    config = types.SimpleNamespace(attn_type="bi", bi_data=True)
 
 
 def masked(*lengths):
@@ -98,7 +103,7 @@ def test_threads_share_a_model(model):
         return mask[:, 0], mask.new_ones(())
 
     def ask(i):
-        found.append((i, key_ranges.of(model.layers[0], masks[i], 3, read)))
+        found.append((i, key_ranges.of(model.layers[0], masks[i], 3, T, read)))
 
     ask(0)
     ask(1)
@@ -146,7 +151,9 @@ def test_a_layer_whose_class_was_changed_is_refused():
 
 def test_options_of_a_model_within_another():
     model = Model()
-    model.layers[0].config = type("Config", (), {"attn_type": "bi", "bi_data": True})()
+    model.layers[0].config = types.SimpleNamespace(attn_type="flash")  # of something else
+    assert use_rel_attention(model) == 2
+    model.other = XLNetModel()
     with pytest.raises(ValueError, match="XLNet with attn_type='bi', bi_data=True; needs 'bi', False"):
         use_rel_attention(model)
 

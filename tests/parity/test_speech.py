@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -43,8 +44,9 @@ def load(name: str) -> types.ModuleType:
 
 def bare_package(name: str, folder: str | Path) -> None:
     if name not in sys.modules:
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [str(folder)]
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations.append(str(folder))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def espnet():
@@ -228,8 +230,9 @@ def test_options_that_are_refused():
 
     layer, _ = prepared(nemo_layer)
     use_rel_attention(layer)
-    with pytest.raises(ValueError, match=r"positions' embeddings: got \[3, 45, 32\]"):
-        layer(x, x, x, None, positions().expand(B, -1, -1))
+    for where in (positions().expand(B, -1, -1), positions(T + 1), positions(T - 1), positions()[0], None):
+        with pytest.raises(ValueError, match=r"positions' embeddings: got .*, needs \[1, 45, channels\]"):
+            layer(x, x, x, None, where)
     local = nemo().RelPositionMultiHeadAttentionLongformer(H, C, 0.0, None, None, att_context_size=[4, 4])
     with pytest.raises(ValueError, match="no layer that is served"):
         use_rel_attention(local)
@@ -240,18 +243,83 @@ def test_options_that_are_refused():
         layer(x32, x32, x32, positions().float(), attn_mask=torch.zeros(T, T))
     with pytest.raises(ValueError, match=r"key, value: .* self-attention"):
         layer(x32, x32 + 1, x32 + 1, positions().float())
-    out = layer(x32, x32, x32, positions().float(), return_attn_weights=False)
-    assert out.shape == (B, T, C)
+    with pytest.raises(ValueError, match=r"positions' embeddings: got \[1, 47, 32\]"):
+        layer(x32, x32, x32, positions(T + 1).float())
+    out = layer(x32, x32.clone(), x32.clone(), positions().float(), return_attn_weights=False)
+    assert torch.equal(out, layer(x32, x32, x32, positions().float())[0])
     layer, _ = prepared(lambda: speechbrain_layer(mask_pos_future=True))
     use_rel_attention(layer)
     with pytest.raises(ValueError, match="mask_pos_future: got True"):
         layer(x32, x32, x32, positions().float())
 
 
-def test_compiled_as_one_graph():
-    layer, call = prepared(espnet_layer)
+@pytest.mark.parametrize(
+    "build, given",
+    [
+        (espnet_layer, lambda: (positions(), EXIST[:, None])),
+        (nemo_layer, lambda: (~EXIST[:, None].expand(B, T, T), positions())),
+    ],
+    ids=["espnet", "nemo"],
+)
+def test_compiled_as_one_graph(build, given):
+    layer, call = prepared(build)
     expected = call(layer, True)[EXIST]
     use_rel_attention(layer)
-    x, where, mask = frames(), positions(), EXIST[:, None]
-    out = torch.compile(layer, fullgraph=True)(x, x, x, where, mask)[EXIST]
+    x = frames()
+    out = torch.compile(layer, fullgraph=True)(x, x, x, *given())[EXIST]
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_masks_of_other_sizes_are_refused():
+    """Some of which their own code would spread over all keys."""
+    x = frames()
+    layer, _ = prepared(espnet_layer)
+    use_rel_attention(layer)
+    for shape in ((B, 1, 1), (B, T, 1), (B, 1, T - 1), (2, 1, T)):
+        with pytest.raises(ValueError, match=r"attention_mask: got .* needs a column for each key"):
+            layer(x, x, x, positions(), torch.ones(shape))
+    layer, _ = prepared(speechbrain_layer)
+    use_rel_attention(layer)
+    x = x.float()
+    with pytest.raises(ValueError, match=r"attention_mask: got .* needs a column for each key"):
+        layer(x, x, x, positions().float(), key_padding_mask=torch.zeros(B, T - 1, dtype=torch.bool))
+
+
+def test_masks_of_bytes():
+    layer, call = prepared(nemo_layer)
+    use_rel_attention(layer)
+    x, hidden = frames(), ~EXIST[:, None].expand(B, T, T)
+    torch.testing.assert_close(layer(x, x, x, hidden.byte(), positions())[EXIST], call(layer, True)[EXIST])
+
+
+def test_one_mask_for_layers_that_read_it_in_their_own_ways():
+    espnets, nemos = prepared(espnet_layer)[0], prepared(nemo_layer)[0]
+    x, mask = frames(), torch.ones(B, T, T, dtype=torch.bool)
+    mask[..., -3:] = False  # hidden to ESPnet, all that is visible to NeMo
+    use_rel_attention(nemos)
+    expected = nemos(x, x, x, mask, positions())
+    use_rel_attention(nn.ModuleList([espnets, nemos]))
+    espnets(x, x, x, positions(), mask)
+    assert torch.equal(nemos(x, x, x, mask, positions()), expected)
+
+
+def test_float16_of_autocast_is_what_their_own_makes_of_it(monkeypatch):
+    layer, _ = prepared(nemo_layer)
+    use_rel_attention(layer)
+    seen = []
+    module = sys.modules[type(layer).__module__]
+    monkeypatch.setattr(
+        module, "avoid_float16_autocast_context", lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+    layer.linear_out.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+    x = frames().float()
+    layer.float()(x, x, x, None, positions().float())
+    assert seen == [torch.bfloat16]
+
+
+def test_attention_that_espnet_kept_is_forgotten():
+    layer, call = prepared(espnet_layer)
+    call(layer, False)
+    assert layer.attn is not None
+    use_rel_attention(layer)
+    assert layer.attn is None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from txl_kernels.integrations import huggingface, speech
 from txl_kernels.integrations.layer import Served
@@ -38,8 +38,8 @@ def use_rel_attention(model: nn.Module) -> int:
     Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
     may be others (and so is what XLNet, which masks no memory, makes of them with use_mems=True); dropout
     draws other numbers; dropout of the positions' embeddings (Parakeet's dropout_positions, XLNet's dropout)
-    drops the same for the whole batch; attention weights are None; under autocast attention is computed in
-    autocast's dtype (by NeMo in float32).
+    drops the same for the whole batch; attention weights are None, those that ESPnet keeps in its layers, too
+    (train with --num_att_plot 0).
 
     What the fused operation cannot do is refused with a ValueError when the model is called (with a
     RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
@@ -63,19 +63,26 @@ def use_rel_attention(model: nn.Module) -> int:
     layers = [layer for layer in model.modules() if _is_served(layer)]
     if not layers:
         raise ValueError(
-            f"model: {type(model).__name__} has no layer that is served; these are: {', '.join(_LAYERS)}"
+            f"model: {type(model).__name__} has no layer that is served; these are: "
+            + ", ".join(
+                name if of.library is None else f"{of.library}'s {name}" for name, of in _LAYERS.items()
+            )
         )
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "attn_type", "bi") != "bi" or getattr(config, "bi_data", False):
-            given = f"attn_type={config.attn_type!r}, bi_data={config.bi_data}"
+    xlnets: list[Any] = [
+        module
+        for module in model.modules()
+        if any(base.__name__ == "XLNetModel" for base in type(module).__mro__)
+    ]
+    for xlnet in xlnets:
+        if xlnet.config.attn_type != "bi" or xlnet.config.bi_data:
+            given = f"attn_type={xlnet.config.attn_type!r}, bi_data={xlnet.config.bi_data}"
             raise ValueError(f"model: XLNet with {given}; needs 'bi', False")
     for layer in layers:
         name = type(layer).__name__
         if name not in _LAYERS:
             raise ValueError(
-                f"model: the class of a layer is {name}, made of one that is served (by "
-                "torch.nn.utils.parametrize or fully_shard, say): use_rel_attention comes first"
+                f"model: the class of a layer is {name}, made of one that is served; subclasses are "
+                "not, and torch.nn.utils.parametrize and fully_shard come after use_rel_attention"
             )
         method = _LAYERS[name].method
         if method in vars(layer):
@@ -83,13 +90,14 @@ def use_rel_attention(model: nn.Module) -> int:
                 f"model: the {method} of a {name} has been replaced already (by accelerate's "
                 "hooks, say), and would go on calling the one before: use_rel_attention comes first"
             )
-    for module in model.modules():
-        is_xlnet = any(base.__name__ == "XLNetModel" for base in type(module).__mro__)
-        if is_xlnet and huggingface.refuse_perm_mask not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(huggingface.refuse_perm_mask, with_kwargs=True)
+    for xlnet in xlnets:
+        if huggingface.refuse_perm_mask not in xlnet._forward_pre_hooks.values():
+            xlnet.register_forward_pre_hook(huggingface.refuse_perm_mask, with_kwargs=True)
     key_ranges = KeyRanges()  # one for all layers: they are given the same mask
     for layer in layers:
         layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
+        if isinstance(getattr(layer, "attn", None), Tensor):
+            layer.attn = None  # type: ignore[assignment]  # ESPnet's, of its last call
         of_layer: Any = type(layer)
         layer.__class__ = _by_rel_attention(getattr(of_layer, "_txl_base", of_layer))
     return len(layers)

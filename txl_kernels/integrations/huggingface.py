@@ -72,7 +72,9 @@ def _parakeet(
         layer.bias_u,
         layer.bias_v,
         causal=False,
-        key_range=layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_parakeet_mask),
+        key_range=layer._txl_key_ranges.of(
+            layer, attention_mask, *hidden_states.shape[:2], _read_parakeet_mask
+        ),
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )
@@ -86,8 +88,8 @@ def _wav2vec2_conformer(
     relative_position_embeddings: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), read_conformer_mask)
-    return _espnet(layer, hidden_states, relative_position_embeddings, key_range)
+    key_range = layer._txl_key_ranges.of(layer, attention_mask, *hidden_states.shape[:2], read_conformer_mask)
+    return _like_espnet(layer, hidden_states, relative_position_embeddings, key_range)
 
 
 def _fastspeech2(
@@ -97,11 +99,13 @@ def _fastspeech2(
     pos_emb: Tensor | None = None,
     output_attentions: bool = False,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(layer, attention_mask, len(hidden_states), _read_fastspeech2_mask)
-    return _espnet(layer, hidden_states, pos_emb, key_range)
+    key_range = layer._txl_key_ranges.of(
+        layer, attention_mask, *hidden_states.shape[:2], _read_fastspeech2_mask
+    )
+    return _like_espnet(layer, hidden_states, pos_emb, key_range)
 
 
-def _espnet(
+def _like_espnet(
     layer: Any, hidden_states: Tensor, positions: Tensor | None, key_range: Tensor | None
 ) -> tuple[Tensor, None]:
     q, k, v = (
@@ -136,7 +140,9 @@ def _xlnet(
         layer.r_r_bias,
         causal=False,
         r_zero=len(k_head_h),
-        key_range=layer._txl_key_ranges.of(layer, attn_mask, q_head.shape[1], _read_xlnet_mask),
+        key_range=layer._txl_key_ranges.of(
+            layer, attn_mask, q_head.shape[1], len(k_head_h), _read_xlnet_mask
+        ),
         scale=layer.scale,
         dropout_p=layer.dropout.p if layer.training else 0.0,
     )

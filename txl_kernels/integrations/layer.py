@@ -25,14 +25,11 @@ def espnet_attention(
 
     q: [B, H, L, D]; k, v: [B, H, K, D]; positions: [1, 2 K - 1, C], furthest first. Returns [B, L, C].
     """
-    if positions is None or len(positions) != 1:
-        given = "None" if positions is None else list(positions.shape)
-        raise ValueError(f"positions' embeddings: got {given}, needs [1, rows, channels], those of the model")
     out = rel_attention(
         q,
         k,
         v,
-        heads(layer.linear_pos(positions[0]), q.shape[1]),
+        heads(layer.linear_pos(rows_of_positions(positions, k.shape[2])), q.shape[1]),
         layer.pos_bias_u,
         layer.pos_bias_v,
         causal=False,
@@ -41,6 +38,14 @@ def espnet_attention(
         dropout_p=layer.dropout.p if layer.training else 0.0,
     )
     return layer.linear_out(joined(out))
+
+
+def rows_of_positions(positions: Tensor | None, keys: int) -> Tensor:
+    """[1, 2 K - 1, C] without its first dimension."""
+    if positions is None or positions.dim() != 3 or positions.shape[:2] != (1, 2 * keys - 1):
+        given = "None" if positions is None else list(positions.shape)
+        raise ValueError(f"positions' embeddings: got {given}, needs [1, {2 * keys - 1}, channels]")
+    return positions[0]
 
 
 def heads(x: Tensor, n_head: int) -> Tensor:

@@ -15,7 +15,7 @@ Read = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 class _Found(NamedTuple):
     mask: Callable[[], Tensor | None]
-    state: tuple[int | None, bool]
+    state: tuple[int | None, bool, int, Read]
     by: int  # the layer that asked
     key_range: Tensor
 
@@ -31,9 +31,10 @@ class KeyRanges:
         layer: nn.Module,
         mask: Tensor | None,
         batch: int,
+        keys: int,
         read: Read,
     ) -> Tensor | None:
-        """[B, 2], or None without a mask. ValueError if the mask says more than that."""
+        """[B, 2], or None without a mask. ValueError if the mask says more, or is of other sizes."""
         if mask is None:
             return None
         if not isinstance(mask, Tensor):
@@ -42,16 +43,17 @@ class KeyRanges:
                 "attn_implementation='sdpa' or 'eager'"
             )
         if torch.compiler.is_compiling():  # layers that compute the same: the compiler sees that itself
-            key_range, is_padding = _key_range(mask, read)
+            key_range, is_padding = _key_range(mask, batch, keys, read)
             torch._assert_async(is_padding, _OTHER_MASK)
             return key_range.expand(batch, 2)
         # A mask may be filled anew; in inference mode nothing counts that, but the same layer asks again. And
         # what is made there cannot be used where gradients are wanted.
         version = None if mask.is_inference() else mask._version
-        state, found = (version, torch.is_inference_mode_enabled()), self._found
+        state = (version, torch.is_inference_mode_enabled(), keys, read)
+        found = self._found
         known = found is not None and found.mask() is mask and found.state == state
         if found is None or not known or (version is None and found.by == id(layer)):
-            key_range, is_padding = _key_range(mask, read)
+            key_range, is_padding = _key_range(mask, batch, keys, read)
             if not is_padding:
                 raise ValueError(_OTHER_MASK)
             found = self._found = _Found(weakref.ref(mask), state, id(layer), key_range)
@@ -67,12 +69,15 @@ _OTHER_MASK = (
 )
 
 
-def _key_range(mask: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+def _key_range(mask: Tensor, batch: int, keys: int, read: Read) -> tuple[Tensor, Tensor]:
     """The keys that exist, [B or 1, 2], and whether that is all the mask says, []."""
-    keys, is_all = read(mask)
-    start, count = keys.int().argmax(1), keys.sum(1)
-    j = torch.arange(keys.shape[1], device=keys.device) - start[:, None]
-    is_run = (keys == ((j >= 0) & (j < count[:, None]))).all()
+    exist, is_all = read(mask)
+    if exist.shape[1] != keys or exist.shape[0] not in (1, batch):
+        given = f"{list(mask.shape)} with {keys} keys of {batch} sequences"
+        raise ValueError(f"attention_mask: got {given}, needs a column for each key")
+    start, count = exist.int().argmax(1), exist.sum(1)
+    j = torch.arange(keys, device=mask.device) - start[:, None]
+    is_run = (exist == ((j >= 0) & (j < count[:, None]))).all()
     return torch.stack([start, start + count], 1).int(), is_all & is_run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from txl_kernels.api import rel_attention
-from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined
+from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined, rows_of_positions
 from txl_kernels.integrations.masks import read_conformer_mask
 
 
@@ -20,7 +21,7 @@ def _read_espnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read_nemo_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: true where a query may not see a key, [B, L, K]."""
-    return read_conformer_mask(~mask[:, None])
+    return read_conformer_mask(mask[:, None] == 0)
 
 
 def _read_speechbrain_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def _espnet(
 ) -> Tensor:
     if layer.zero_triu:
         raise ValueError("zero_triu: got True; the fused attention hides no positions")
-    key_range = layer._txl_key_ranges.of(layer, mask, len(key), _read_espnet_mask)
+    key_range = layer._txl_key_ranges.of(layer, mask, *key.shape[:2], _read_espnet_mask)
     q, k, v = layer.forward_qkv(query, key, value)
     return espnet_attention(layer, q, k, v, pos_emb, key_range)
 
@@ -48,9 +49,11 @@ def _nemo(
     cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     key, value, query, cache = layer.update_cache(key=key, value=value, query=query, cache=cache)
-    key_range = layer._txl_key_ranges.of(layer, mask, len(key), _read_nemo_mask)
-    q, k, v = layer.forward_qkv(query, key, value)
-    out = espnet_attention(layer, q, k, v, pos_emb, key_range)
+    key_range = layer._txl_key_ranges.of(layer, mask, *key.shape[:2], _read_nemo_mask)
+    # As its own: float16, which may overflow, becomes bfloat16 under autocast.
+    with sys.modules[layer._txl_base.__module__].avoid_float16_autocast_context():
+        q, k, v = layer.forward_qkv(query, key, value)
+        out = espnet_attention(layer, q, k, v, pos_emb, key_range)
     return out if cache is None else (out, cache)
 
 
@@ -67,7 +70,7 @@ def _speechbrain(
     if layer.mask_pos_future:
         raise ValueError("mask_pos_future: got True; the fused attention hides no positions")
     if attn_mask is not None:
-        raise ValueError("attn_mask: the fused attention knows key_padding_mask only; leave it out")
+        raise ValueError("attn_mask: the fused attention knows key_padding_mask only, no chunks or causality")
     if not all(x is query or torch.equal(x, query) for x in (key, value)):
         raise ValueError("key, value: the fused attention is for self-attention, where they are the query")
     q, k, v = heads(F.linear(query, layer.in_proj_weight), layer.num_heads).chunk(3, dim=-1)
@@ -77,11 +80,12 @@ def _speechbrain(
         q,
         k,
         v,
-        heads(layer.linear_pos(pos_embs[0]), layer.num_heads),
+        heads(layer.linear_pos(rows_of_positions(pos_embs, key.shape[1])), layer.num_heads),
         layer.pos_bias_u.view(layer.num_heads, -1),
         layer.pos_bias_v.view(layer.num_heads, -1),
         causal=False,
-        key_range=layer._txl_key_ranges.of(layer, key_padding_mask, len(query), _read_speechbrain_mask),
+        r_zero=key.shape[1] - 1,
+        key_range=layer._txl_key_ranges.of(layer, key_padding_mask, *key.shape[:2], _read_speechbrain_mask),
         scale=layer.scale,  # of d_model
         dropout_p=layer.dropout_att.p if layer.training else 0.0,
     )
