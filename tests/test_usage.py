@@ -60,29 +60,3 @@ def test_conformer_with_padding(document):
     layer, h, lengths = layer_of(document, "ConformerAttention"), torch.randn(2, 7, 24), torch.tensor([7, 4])
     expected = by_pairs(document, layer, h, h, 0, lambda b, distance, j: j < lengths[b])
     torch.testing.assert_close(layer(h, lengths), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_in_chunks(document):
-    B, H, T, D, chunk, left = 2, 2, 15, 8, 3, 4
-    torch.manual_seed(0)
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, B, H, T, D, dtype=torch.float64).unbind())
-    r = torch.randn(H, left + 2 * chunk - 1, D, dtype=torch.float64, requires_grad=True)
-    u, w = (x.requires_grad_() for x in torch.randn(2, H, D, dtype=torch.float64).unbind())
-    lengths = torch.tensor([15, 8])
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    first = i // chunk * chunk
-    sees = (j >= first - left) & (j < first + chunk) & (j < lengths[:, None, None, None])
-    position = (q + w[:, None]) @ r.mT
-    row = (left + chunk - 1 - (i - j)).clamp(0, len(r[0]) - 1).expand(B, H, T, T)
-    scores = ((q + u[:, None]) @ k.mT + position.gather(-1, row)) / D**0.5
-    expected = scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num() @ v
-    out = document["attention_in_chunks"](q, k, v, r, u, w, lengths, chunk, left)
-    torch.testing.assert_close(out, expected)  # 0 where all that a frame would see is padding
-    weight = torch.randn_like(out) * (torch.arange(T) < lengths[:, None])[:, None, :, None]
-    inputs = (q, k, v, r, u, w)
-    for got, grad in zip(
-        torch.autograd.grad((out * weight).sum(), inputs),
-        torch.autograd.grad((expected * weight).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, grad)
