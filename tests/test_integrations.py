@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from txl_kernels import cpu
 from txl_kernels.integrations import use_rel_attention
+from txl_kernels.integrations.masks import padding
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
 
@@ -93,8 +94,9 @@ def test_one_mask_for_the_whole_batch(model):
 def test_threads_share_a_model(model):
     """Each is given the key range of its own mask, whatever the other has asked between its two looks."""
     masks, found = (masked(T, 9, 16), masked(5, T, 12)), []
-    key_ranges = model.layers[0]._txl_key_ranges
+    known = model.layers[0]._txl_masks
 
+    @padding
     def read(mask):
         if threading.current_thread() is threading.main_thread():  # the other comes in between
             thread = threading.Thread(target=ask, args=(1,))
@@ -103,7 +105,7 @@ def test_threads_share_a_model(model):
         return mask[:, 0], mask.new_ones(())
 
     def ask(i):
-        found.append((i, key_ranges.of(model.layers[0], masks[i], 3, T, read)))
+        found.append((i, known.of(model.layers[0], masks[i], 3, T, read)))
 
     ask(0)
     ask(1)

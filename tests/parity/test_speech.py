@@ -174,10 +174,7 @@ def run(layer, call, padding):
     return out.detach(), {name: p.grad.clone() for name, p in layer.named_parameters()}
 
 
-@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padding"])
-@pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
-def test_same_numbers_as_their_own(build, padding):
-    layer, call = prepared(build)
+def assert_same(layer, call, padding):
     ours = copy.deepcopy(layer)
     expected, expected_grads = run(layer, call, padding)
     assert use_rel_attention(ours) == 1
@@ -188,6 +185,12 @@ def test_same_numbers_as_their_own(build, padding):
     largest = max(grad.abs().max() for grad in expected_grads.values())
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=tolerance * largest, msg=name)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padding"])
+@pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
+def test_same_numbers_as_their_own(build, padding):
+    assert_same(*prepared(build), padding)
 
 
 @pytest.mark.parametrize("build", [espnet_layer, nemo_layer, speechbrain_layer], ids=lambda b: b.__name__)
@@ -206,17 +209,63 @@ def test_dropout_while_training(build):
     assert ((outs.mean(0) - whole[EXIST]).abs() < 6 * spread / 600**0.5).float().mean() > 0.99
 
 
-def test_masks_that_are_no_padding_are_refused():
-    layer, _ = prepared(espnet_layer)
-    use_rel_attention(layer)
-    x = frames()
-    for mask in (torch.ones(B, T, T).tril(4), torch.ones(1, 1, T).index_fill(2, torch.tensor([5]), 0)):
-        with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
-            layer(x, x, x, positions(), mask)
+def context(style, left, right):
+    """The mask over all pairs of NeMo's encoder with that att_context_style and att_context_size."""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    if style == "regular":
+        return (i - j <= left if left >= 0 else j >= 0) & (j - i <= right if right >= 0 else j >= 0)
+    behind = i // (right + 1) - j // (right + 1)
+    return (behind >= 0) & (behind <= left // (right + 1) if left >= 0 else behind >= 0)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padding"])
+@pytest.mark.parametrize(
+    "style, left, right",
+    [
+        ("regular", 6, 2),
+        ("regular", -1, 0),
+        ("regular", 3, -1),
+        ("chunked_limited", 8, 3),
+        ("chunked_limited", 0, 4),
+        ("chunked_limited", 5, 0),
+        ("chunked_limited", -1, 3),
+        ("chunked_limited", 40, 3),
+    ],
+)
+def test_limited_context_and_chunks(style, left, right, padding):
+    pairs = EXIST[:, :, None] & EXIST[:, None] if padding else torch.ones(B, T, T, dtype=torch.bool)
+    visible = pairs & context(style, left, right)
+
+    def nemos(layer, padding):
+        x = frames()
+        return layer(x, x, x, ~visible, positions())
+
+    def espnets(layer, padding):
+        x = frames()
+        return layer(x, x, x, positions(), visible)
+
+    assert_same(prepared(nemo_layer)[0], nemos, padding)
+    assert_same(prepared(espnet_layer)[0], espnets, padding)
+
+
+def test_other_masks_are_refused():
+    x, ones = frames(), torch.ones(B, T, T, dtype=torch.bool)
+    hole = ones.clone()
+    hole[:, :, 5] = False
+    one_pair_less = ones & context("chunked_limited", 8, 3)
+    one_pair_less[1, 9, 4] = False
+    some = torch.rand(B, T, T, generator=torch.Generator().manual_seed(0)) > 0.5
+    two_windows = ones & context("regular", 6, 2)
+    two_windows[1] = context("regular", 5, 2)
     layer, _ = prepared(nemo_layer)
     use_rel_attention(layer)
-    with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
-        layer(x, x, x, torch.ones(B, T, T, dtype=torch.bool).triu(4), positions())
+    for mask in (hole, one_pair_less, some, two_windows):
+        with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
+            layer(x, x, x, ~mask, positions())
+    layer.cache_drop_size = 0
+    with pytest.raises(ValueError, match=r"attention_mask: .* padding"):  # two chunks of new frames at once
+        hidden = torch.ones(B, T, 2 * T, dtype=torch.bool).triu(T + 4)
+        layer(x, x, x, hidden, positions(2 * T), frames(seed=3))
 
 
 def test_options_that_are_refused():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from txl_kernels.integrations import huggingface, speech
 from txl_kernels.integrations.layer import Served
-from txl_kernels.integrations.masks import KeyRanges
+from txl_kernels.integrations.masks import Masks
 
 _LAYERS: dict[str, Served] = {**huggingface.LAYERS, **speech.LAYERS}
 
@@ -32,7 +32,8 @@ def use_rel_attention(model: nn.Module) -> int:
       with position_embeddings_type="relative", of Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T's speech
       encoder;
     - ESPnet: RelPositionMultiHeadedAttention (Conformer, Branchformer, E-Branchformer; not the legacy one);
-    - NeMo: RelPositionMultiHeadAttention (Conformer, FastConformer; not the local one), also with a cache;
+    - NeMo: RelPositionMultiHeadAttention (Conformer, FastConformer; not the local one), also with a cache,
+      limited context ("regular") or in chunks ("chunked_limited");
     - SpeechBrain: RelPosMHAXL (Conformer, Branchformer).
 
     Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
@@ -43,9 +44,10 @@ def use_rel_attention(model: nn.Module) -> int:
 
     What the fused operation cannot do is refused with a ValueError when the model is called (with a
     RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
-    (attention in chunks, limited context, XLNet's perm_mask but for generate()'s, or padding between its
-    memory and its segment); of XLNet, token_type_ids and output_attentions=True; masks of FlexAttention;
-    ESPnet's zero_triu; SpeechBrain's attn_mask, mask_pos_future and attention to something else.
+    (XLNet's perm_mask but for generate()'s, or padding between its memory and its segment; if it is compiled
+    also limited context and chunks); of XLNet, token_type_ids and output_attentions=True; masks of
+    FlexAttention; ESPnet's zero_triu; SpeechBrain's attn_mask, mask_pos_future and attention to something
+    else.
 
     Args:
         model: a model, or a part of one, on any device.
@@ -93,9 +95,9 @@ def use_rel_attention(model: nn.Module) -> int:
     for xlnet in xlnets:
         if huggingface.refuse_perm_mask not in xlnet._forward_pre_hooks.values():
             xlnet.register_forward_pre_hook(huggingface.refuse_perm_mask, with_kwargs=True)
-    key_ranges = KeyRanges()  # one for all layers: they are given the same mask
+    masks = Masks()  # one for all layers: they are given the same mask
     for layer in layers:
-        layer._txl_key_ranges = key_ranges  # type: ignore[assignment]
+        layer._txl_masks = masks  # type: ignore[assignment]
         if isinstance(getattr(layer, "attn", None), Tensor):
             layer.attn = None  # type: ignore[assignment]  # ESPnet's, of its last call
         of_layer: Any = type(layer)

@@ -9,16 +9,21 @@ from torch import Tensor, nn
 
 from txl_kernels.api import rel_attention
 from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined
-from txl_kernels.integrations.masks import read_conformer_mask
+from txl_kernels.integrations.masks import Seen, padding, read_conformer_mask
 
 # ---- Masks -------------------------------------------------------------------------------------------------
 
 
+@padding
 def _read_parakeet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: not 0 where a query may see a key, [B, 1, L or 1, K]."""
     return read_conformer_mask(mask != 0)
 
 
+_read_wav2vec2_mask = padding(read_conformer_mask)
+
+
+@padding
 def _read_fastspeech2_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: not 0 where a key exists, [B, 1, K]."""
     return mask[:, 0] != 0, mask.new_ones((), dtype=torch.bool)
@@ -41,6 +46,7 @@ def refuse_perm_mask(
         )
 
 
+@padding
 def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: not 0 where a query may not see a key, [L, K, B, 1]. A query sees its own, at padding too; those
     that `target_mapping` asks do not.
@@ -72,9 +78,7 @@ def _parakeet(
         layer.bias_u,
         layer.bias_v,
         causal=False,
-        key_range=layer._txl_key_ranges.of(
-            layer, attention_mask, *hidden_states.shape[:2], _read_parakeet_mask
-        ),
+        key_range=layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_parakeet_mask),
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )
@@ -88,7 +92,7 @@ def _wav2vec2_conformer(
     relative_position_embeddings: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(layer, attention_mask, *hidden_states.shape[:2], read_conformer_mask)
+    key_range = layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_wav2vec2_mask)
     return _like_espnet(layer, hidden_states, relative_position_embeddings, key_range)
 
 
@@ -99,9 +103,7 @@ def _fastspeech2(
     pos_emb: Tensor | None = None,
     output_attentions: bool = False,
 ) -> tuple[Tensor, None]:
-    key_range = layer._txl_key_ranges.of(
-        layer, attention_mask, *hidden_states.shape[:2], _read_fastspeech2_mask
-    )
+    key_range = layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_fastspeech2_mask)
     return _like_espnet(layer, hidden_states, pos_emb, key_range)
 
 
@@ -112,7 +114,7 @@ def _like_espnet(
         heads(linear(hidden_states), layer.num_heads)
         for linear in (layer.linear_q, layer.linear_k, layer.linear_v)
     )
-    return espnet_attention(layer, q, k, v, positions, key_range), None
+    return espnet_attention(layer, q, k, v, positions, Seen(key_range)), None
 
 
 def _xlnet(
@@ -140,9 +142,7 @@ def _xlnet(
         layer.r_r_bias,
         causal=False,
         r_zero=len(k_head_h),
-        key_range=layer._txl_key_ranges.of(
-            layer, attn_mask, q_head.shape[1], len(k_head_h), _read_xlnet_mask
-        ),
+        key_range=layer._txl_masks.of(layer, attn_mask, q_head.shape[1], len(k_head_h), _read_xlnet_mask),
         scale=layer.scale,
         dropout_p=layer.dropout.p if layer.training else 0.0,
     )

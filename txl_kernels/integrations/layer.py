@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from txl_kernels.api import rel_attention
+from txl_kernels.chunks import attention_in_chunks
+from txl_kernels.integrations.masks import Seen
 
 
 class Served(NamedTuple):
@@ -19,24 +21,46 @@ class Served(NamedTuple):
 
 
 def espnet_attention(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, key_range: Tensor | None
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, seen: Seen
 ) -> Tensor:
     """ESPnet's layer from its projections on, which many libraries keep with its names.
 
     q: [B, H, L, D]; k, v: [B, H, K, D]; positions: [1, 2 K - 1, C], furthest first. Returns [B, L, C].
     """
-    out = rel_attention(
-        q,
-        k,
-        v,
-        heads(layer.linear_pos(rows_of_positions(positions, k.shape[2])), q.shape[1]),
-        layer.pos_bias_u,
-        layer.pos_bias_v,
-        causal=False,
-        r_zero=k.shape[2] - 1,
-        key_range=key_range,
-        dropout_p=layer.dropout.p if layer.training else 0.0,
-    )
+    keys = k.shape[2]
+    rows, r_zero = rows_of_positions(positions, keys), keys - 1
+    if seen.chunk:  # of 2 K - 1 rows only those of distances that chunks have
+        first = max(keys - seen.left - seen.chunk, 0)
+        rows, r_zero = rows[first : r_zero + seen.chunk], r_zero - first
+    r, dropout_p = heads(layer.linear_pos(rows), q.shape[1]), layer.dropout.p if layer.training else 0.0
+    if seen.chunk:
+        out = attention_in_chunks(
+            q,
+            k,
+            v,
+            r,
+            layer.pos_bias_u,
+            layer.pos_bias_v,
+            chunk=seen.chunk,
+            left=seen.left,
+            r_zero=r_zero,
+            key_range=seen.key_range,
+            dropout_p=dropout_p,
+        )
+    else:
+        out = rel_attention(
+            q,
+            k,
+            v,
+            r,
+            layer.pos_bias_u,
+            layer.pos_bias_v,
+            causal=False,
+            window_size=seen.window,
+            r_zero=r_zero,
+            key_range=seen.key_range,
+            dropout_p=dropout_p,
+        )
     return layer.linear_out(joined(out))
 
 

@@ -1,27 +1,27 @@
-"""`key_range` from the masks that other libraries give their layers."""
+"""What the masks say that other libraries give their layers."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-# Of a mask: which keys exist, [B or 1, K], and whether that is all the mask says, [].
-Read = Callable[[Tensor], tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 class _Found(NamedTuple):
     mask: Callable[[], Tensor | None]
-    state: tuple[int | None, bool, int, Read]
+    state: tuple[Any, ...]
     by: int  # the layer that asked
-    key_range: Tensor
+    result: Any
 
 
-class KeyRanges:
-    """`key_range` of the mask that all layers are given one after the other, found once, for the first."""
+class Masks:
+    """What the mask says that all layers are given one after the other, found once, for the first."""
 
     def __init__(self) -> None:
         self._found: _Found | None = None  # read and replaced as a whole: threads may share the model
@@ -32,9 +32,9 @@ class KeyRanges:
         mask: Tensor | None,
         batch: int,
         keys: int,
-        read: Read,
-    ) -> Tensor | None:
-        """[B, 2], or None without a mask. ValueError if the mask says more, or is of other sizes."""
+        read: Callable[[Tensor, int, int], T],
+    ) -> T | None:
+        """read(mask, batch, keys), or None without a mask."""
         if mask is None:
             return None
         if not isinstance(mask, Tensor):
@@ -43,42 +43,54 @@ class KeyRanges:
                 "attn_implementation='sdpa' or 'eager'"
             )
         if torch.compiler.is_compiling():  # layers that compute the same: the compiler sees that itself
-            key_range, is_padding = _key_range(mask, batch, keys, read)
-            torch._assert_async(is_padding, _OTHER_MASK)
-            return key_range.expand(batch, 2)
+            return read(mask, batch, keys)
         # A mask may be filled anew; in inference mode nothing counts that, but the same layer asks again. And
         # what is made there cannot be used where gradients are wanted.
         version = None if mask.is_inference() else mask._version
-        state = (version, torch.is_inference_mode_enabled(), keys, read)
+        state = (version, torch.is_inference_mode_enabled(), batch, keys, read)
         found = self._found
         known = found is not None and found.mask() is mask and found.state == state
         if found is None or not known or (version is None and found.by == id(layer)):
-            key_range, is_padding = _key_range(mask, batch, keys, read)
-            if not is_padding:
-                raise ValueError(_OTHER_MASK)
-            found = self._found = _Found(weakref.ref(mask), state, id(layer), key_range)
-        return found.key_range if len(found.key_range) == batch else found.key_range.expand(batch, 2)
+            found = self._found = _Found(weakref.ref(mask), state, id(layer), read(mask, batch, keys))
+        return found.result
 
-    def __reduce__(self) -> tuple[type[KeyRanges], tuple[()]]:
-        return KeyRanges, ()  # a copy of the model begins anew
+    def __reduce__(self) -> tuple[type[Masks], tuple[()]]:
+        return Masks, ()  # a copy of the model begins anew
 
 
 _OTHER_MASK = (
     "attention_mask: the fused attention knows padding before and behind a sequence's keys (memory "
-    "included), the same for all queries; this mask hides other keys (so do most perm_masks of XLNet)"
+    "included), the same for all queries, and of ESPnet and NeMo, not compiled, limited context and chunks; "
+    "this mask hides other keys (so do most perm_masks of XLNet)"
 )
 
 
-def _key_range(mask: Tensor, batch: int, keys: int, read: Read) -> tuple[Tensor, Tensor]:
-    """The keys that exist, [B or 1, 2], and whether that is all the mask says, []."""
-    exist, is_all = read(mask)
+def padding(read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor, int, int], Tensor]:
+    """Makes `key_range`, [B, 2], of a mask, from a function that tells which keys exist, [B or 1, K], and
+    whether that is all the mask says, []. ValueError if it says more, or is of other sizes.
+    """
+
+    @functools.wraps(read)
+    def key_range(mask: Tensor, batch: int, keys: int) -> Tensor:
+        found, is_padding = _key_range(mask, batch, keys, *read(mask))
+        if torch.compiler.is_compiling():
+            torch._assert_async(is_padding, _OTHER_MASK)
+        elif not is_padding:
+            raise ValueError(_OTHER_MASK)
+        return found
+
+    return key_range
+
+
+def _key_range(mask: Tensor, batch: int, keys: int, exist: Tensor, is_all: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, 2], and whether that is all the mask says, []."""
     if exist.shape[1] != keys or exist.shape[0] not in (1, batch):
         given = f"{list(mask.shape)} with {keys} keys of {batch} sequences"
         raise ValueError(f"attention_mask: got {given}, needs a column for each key")
     start, count = exist.int().argmax(1), exist.sum(1)
     j = torch.arange(keys, device=mask.device) - start[:, None]
     is_run = (exist == ((j >= 0) & (j < count[:, None]))).all()
-    return torch.stack([start, start + count], 1).int(), is_all & is_run
+    return torch.stack([start, start + count], 1).int().expand(batch, 2), is_all & is_run
 
 
 def read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,3 +103,47 @@ def read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     visible = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
     keys = visible.any(1)
     return keys, (visible == (visible.any(2, keepdim=True) & keys[:, None])).all()
+
+
+class Seen(NamedTuple):
+    """The keys that exist, and of these the ones in a window around the query or in chunks."""
+
+    key_range: Tensor | None = None  # [B, 2]
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0  # frames of a chunk; 0: no chunks
+    left: int = 0  # frames seen before the query's chunk
+
+
+_MOST_COPIES = 64  # of k and v, for attention in chunks
+
+
+def seen(visible: Tensor, batch: int, keys: int) -> Seen:
+    """visible: true where a query may see a key, [B, L or 1, K]; limited context and chunks (as NeMo makes
+    them) are found where queries and keys are the same frames, and nothing is compiled.
+    """
+    exist, is_all = read_conformer_mask(visible[:, None])
+    key_range, is_padding = _key_range(visible, batch, keys, exist, is_all)
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_padding, _OTHER_MASK)
+        return Seen(key_range)
+    if is_padding:
+        return Seen(key_range)
+    if visible.shape[1] == keys:
+        exist = visible.diagonal(dim1=1, dim2=2)
+        key_range, is_run = _key_range(visible, batch, keys, exist, torch.ones_like(is_all))
+        pairs = exist[:, :, None] & exist[:, None]
+        shown = visible.any(0)
+        j = torch.arange(keys, device=visible.device)
+        i = j[:, None]
+        behind = (i - j)[shown]
+        left, right = int(behind.max()), -int(behind.min())
+        if is_run and (visible == (pairs & (i - j <= left) & (j - i <= right))).all():
+            return Seen(key_range, (left, right))
+        chunk = int(shown[0].sum())
+        if is_run and chunk:
+            first = i // chunk * chunk
+            left = int((first - j)[shown].max())
+            in_chunks = (pairs & (j >= first - left) & (j < first + chunk)) == visible
+            if left + chunk <= _MOST_COPIES * chunk and in_chunks.all():
+                return Seen(key_range, chunk=chunk, left=max(left, 0))
+    raise ValueError(_OTHER_MASK)

@@ -11,19 +11,20 @@ from torch.nn import functional as F
 
 from txl_kernels.api import rel_attention
 from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined, rows_of_positions
-from txl_kernels.integrations.masks import read_conformer_mask
+from txl_kernels.integrations.masks import Seen, padding, seen
 
 
-def _read_espnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _read_espnet_mask(mask: Tensor, batch: int, keys: int) -> Seen:
     """mask: not 0 where a query may see a key, [B, L or 1, K]."""
-    return read_conformer_mask(mask[:, None] != 0)
+    return seen(mask != 0, batch, keys)
 
 
-def _read_nemo_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _read_nemo_mask(mask: Tensor, batch: int, keys: int) -> Seen:
     """mask: true where a query may not see a key, [B, L, K]."""
-    return read_conformer_mask(mask[:, None] == 0)
+    return seen(mask == 0, batch, keys)
 
 
+@padding
 def _read_speechbrain_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """mask: true where a key is padding, [B, K]."""
     return mask == 0, mask.new_ones((), dtype=torch.bool)
@@ -34,9 +35,9 @@ def _espnet(
 ) -> Tensor:
     if layer.zero_triu:
         raise ValueError("zero_triu: got True; the fused attention hides no positions")
-    key_range = layer._txl_key_ranges.of(layer, mask, *key.shape[:2], _read_espnet_mask)
+    shown = layer._txl_masks.of(layer, mask, *key.shape[:2], _read_espnet_mask)
     q, k, v = layer.forward_qkv(query, key, value)
-    return espnet_attention(layer, q, k, v, pos_emb, key_range)
+    return espnet_attention(layer, q, k, v, pos_emb, shown or Seen())
 
 
 def _nemo(
@@ -49,11 +50,11 @@ def _nemo(
     cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     key, value, query, cache = layer.update_cache(key=key, value=value, query=query, cache=cache)
-    key_range = layer._txl_key_ranges.of(layer, mask, *key.shape[:2], _read_nemo_mask)
+    shown = layer._txl_masks.of(layer, mask, *key.shape[:2], _read_nemo_mask)
     # As its own: float16, which may overflow, becomes bfloat16 under autocast.
     with sys.modules[layer._txl_base.__module__].avoid_float16_autocast_context():
         q, k, v = layer.forward_qkv(query, key, value)
-        out = espnet_attention(layer, q, k, v, pos_emb, key_range)
+        out = espnet_attention(layer, q, k, v, pos_emb, shown or Seen())
     return out if cache is None else (out, cache)
 
 
@@ -85,7 +86,7 @@ def _speechbrain(
         layer.pos_bias_v.view(layer.num_heads, -1),
         causal=False,
         r_zero=key.shape[1] - 1,
-        key_range=layer._txl_key_ranges.of(layer, key_padding_mask, *key.shape[:2], _read_speechbrain_mask),
+        key_range=layer._txl_masks.of(layer, key_padding_mask, *key.shape[:2], _read_speechbrain_mask),
         scale=layer.scale,  # of d_model
         dropout_p=layer.dropout_att.p if layer.training else 0.0,
     )
