@@ -61,8 +61,8 @@ def attention_in_chunks(
         return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
 
     start = left - chunk * torch.arange(n, device=q.device)  # where frame 0 is among the keys of a chunk
-    if key_range is None:
-        key_range = torch.tensor([[0, T]], dtype=torch.int32, device=q.device)
+    if key_range is None:  # [0, T], made where q is
+        key_range = T * torch.arange(2, device=q.device)[None]
     exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B or 1, n, 2]
     out = rel_attention(
         F.pad(q, (0, 0, 0, behind)).unflatten(2, (n, chunk)).transpose(1, 2).flatten(0, 1),

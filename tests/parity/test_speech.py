@@ -327,6 +327,9 @@ def test_masks_of_other_sizes_are_refused():
     for shape in ((B, 1, 1), (B, T, 1), (B, 1, T - 1), (2, 1, T)):
         with pytest.raises(ValueError, match=r"attention_mask: got .* needs a column for each key"):
             layer(x, x, x, positions(), torch.ones(shape))
+    for shape in ((B, T), (B, 1, 1, T)):
+        with pytest.raises(ValueError, match=r"attention_mask: got .* needs \[batch, queries or 1, keys\]"):
+            layer(x, x, x, positions(), torch.ones(shape))
     layer, _ = prepared(speechbrain_layer)
     use_rel_attention(layer)
     x = x.float()

@@ -21,46 +21,27 @@ class Served(NamedTuple):
 
 
 def espnet_attention(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, seen: Seen
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, seen: Seen | None
 ) -> Tensor:
     """ESPnet's layer from its projections on, which many libraries keep with its names.
 
     q: [B, H, L, D]; k, v: [B, H, K, D]; positions: [1, 2 K - 1, C], furthest first. Returns [B, L, C].
     """
-    keys = k.shape[2]
+    keys, seen = k.shape[2], seen or Seen()
     rows, r_zero = rows_of_positions(positions, keys), keys - 1
     if seen.chunk:  # of 2 K - 1 rows only those of distances that chunks have
         first = max(keys - seen.left - seen.chunk, 0)
         rows, r_zero = rows[first : r_zero + seen.chunk], r_zero - first
-    r, dropout_p = heads(layer.linear_pos(rows), q.shape[1]), layer.dropout.p if layer.training else 0.0
+    tensors = q, k, v, heads(layer.linear_pos(rows), q.shape[1]), layer.pos_bias_u, layer.pos_bias_v
+    options: dict[str, Any] = {
+        "r_zero": r_zero,
+        "key_range": seen.key_range,
+        "dropout_p": layer.dropout.p if layer.training else 0.0,
+    }
     if seen.chunk:
-        out = attention_in_chunks(
-            q,
-            k,
-            v,
-            r,
-            layer.pos_bias_u,
-            layer.pos_bias_v,
-            chunk=seen.chunk,
-            left=seen.left,
-            r_zero=r_zero,
-            key_range=seen.key_range,
-            dropout_p=dropout_p,
-        )
+        out = attention_in_chunks(*tensors, chunk=seen.chunk, left=seen.left, **options)
     else:
-        out = rel_attention(
-            q,
-            k,
-            v,
-            r,
-            layer.pos_bias_u,
-            layer.pos_bias_v,
-            causal=False,
-            window_size=seen.window,
-            r_zero=r_zero,
-            key_range=seen.key_range,
-            dropout_p=dropout_p,
-        )
+        out = rel_attention(*tensors, causal=False, window_size=seen.window, **options)
     return layer.linear_out(joined(out))
 
 

@@ -100,7 +100,11 @@ def read_conformer_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"attention_mask: got {list(mask.shape)}, needs [batch, 1, queries or 1, keys]")
-    visible = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
+    return _read_visible(mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0)
+
+
+def _read_visible(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """visible: true where a query may see a key, [B, L or 1, K]."""
     keys = visible.any(1)
     return keys, (visible == (visible.any(2, keepdim=True) & keys[:, None])).all()
 
@@ -115,35 +119,35 @@ class Seen(NamedTuple):
 
 
 _MOST_COPIES = 64  # of k and v, for attention in chunks
+_padding_alone = padding(_read_visible)
 
 
 def seen(visible: Tensor, batch: int, keys: int) -> Seen:
     """visible: true where a query may see a key, [B, L or 1, K]; limited context and chunks (as NeMo makes
     them) are found where queries and keys are the same frames, and nothing is compiled.
     """
-    exist, is_all = read_conformer_mask(visible[:, None])
-    key_range, is_padding = _key_range(visible, batch, keys, exist, is_all)
-    if torch.compiler.is_compiling():
-        torch._assert_async(is_padding, _OTHER_MASK)
-        return Seen(key_range)
+    if visible.dim() != 3:
+        raise ValueError(f"attention_mask: got {list(visible.shape)}, needs [batch, queries or 1, keys]")
+    if torch.compiler.is_compiling() or visible.shape[1] != keys:
+        return Seen(_padding_alone(visible, batch, keys))
+    key_range, is_padding = _key_range(visible, batch, keys, *_read_visible(visible))
     if is_padding:
         return Seen(key_range)
-    if visible.shape[1] == keys:
-        exist = visible.diagonal(dim1=1, dim2=2)
-        key_range, is_run = _key_range(visible, batch, keys, exist, torch.ones_like(is_all))
-        pairs = exist[:, :, None] & exist[:, None]
-        shown = visible.any(0)
-        j = torch.arange(keys, device=visible.device)
-        i = j[:, None]
-        behind = (i - j)[shown]
-        left, right = int(behind.max()), -int(behind.min())
-        if is_run and (visible == (pairs & (i - j <= left) & (j - i <= right))).all():
-            return Seen(key_range, (left, right))
-        chunk = int(shown[0].sum())
-        if is_run and chunk:
-            first = i // chunk * chunk
-            left = int((first - j)[shown].max())
-            in_chunks = (pairs & (j >= first - left) & (j < first + chunk)) == visible
-            if left + chunk <= _MOST_COPIES * chunk and in_chunks.all():
-                return Seen(key_range, chunk=chunk, left=max(left, 0))
+    exist = visible.diagonal(dim1=1, dim2=2)
+    key_range, is_run = _key_range(visible, batch, keys, exist, torch.ones_like(is_padding))
+    pairs = exist[:, :, None] & exist[:, None]
+    shown = visible.any(0)
+    j = torch.arange(keys, device=visible.device)
+    i = j[:, None]
+    behind = (i - j)[shown]
+    left, right = int(behind.max()), -int(behind.min())
+    if is_run and (visible == (pairs & (i - j <= left) & (j - i <= right))).all():
+        return Seen(key_range, (left, right))
+    chunk = int(shown[0].sum())
+    if is_run and chunk:
+        first = i // chunk * chunk
+        left = int((first - j)[shown].max())
+        in_chunks = (pairs & (j >= first - left) & (j < first + chunk)) == visible
+        if left + chunk <= _MOST_COPIES * chunk and in_chunks.all():
+            return Seen(key_range, chunk=chunk, left=left)
     raise ValueError(_OTHER_MASK)

@@ -37,7 +37,7 @@ def _espnet(
         raise ValueError("zero_triu: got True; the fused attention hides no positions")
     shown = layer._txl_masks.of(layer, mask, *key.shape[:2], _read_espnet_mask)
     q, k, v = layer.forward_qkv(query, key, value)
-    return espnet_attention(layer, q, k, v, pos_emb, shown or Seen())
+    return espnet_attention(layer, q, k, v, pos_emb, shown)
 
 
 def _nemo(
@@ -54,7 +54,7 @@ def _nemo(
     # As its own: float16, which may overflow, becomes bfloat16 under autocast.
     with sys.modules[layer._txl_base.__module__].avoid_float16_autocast_context():
         q, k, v = layer.forward_qkv(query, key, value)
-        out = espnet_attention(layer, q, k, v, pos_emb, shown or Seen())
+        out = espnet_attention(layer, q, k, v, pos_emb, shown)
     return out if cache is None else (out, cache)
 
 
