@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 import bench_attn
+import bench_chunks
 import bench_huggingface
 import bench_layers
 import cli
@@ -844,6 +845,38 @@ def test_wrong_layers_are_not_timed(monkeypatch, name):
     monkeypatch.setattr(bench_layers, name, lambda x, other: x[:, :1].expand(len(x), 2048) * 0)
     with pytest.raises(ArithmeticError, match=f"{name} is WRONG"):
         bench_layers.main(["--repeat", "1"])
+
+
+# ---- bench_chunks ----------------------------------------------------------------------------------
+
+FEW_FRAMES = ["--frames=31", "--chunk=4", "--left=6", "--heads=2", "--d-head=8", "--repeat=2"]
+
+
+def test_chunks_beside_torchs_ways(capsys, tmp_path):
+    path = tmp_path / "chunks.json"
+    assert bench_chunks.main([*FEW_FRAMES, "--no-compile", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    eager = [way for way, (_, compiled) in bench_chunks.WAYS.items() if not compiled]
+    assert [result["which"] for result in results] == list(bench_chunks.PASSES)
+    for result in results:
+        assert list(result["ms"]) == eager and not result["notes"]  # all of them right
+    assert line_of(capsys.readouterr().out, "    chunks as a batch, SDPA").endswith("x")
+
+
+@pytest.mark.slow
+def test_chunks_beside_compiled_ways(tmp_path):
+    path = tmp_path / "chunks.json"
+    assert bench_chunks.main([*FEW_FRAMES, "--json", str(path)]) == 0
+    forward, training = json.loads(path.read_text())["results"]
+    assert list(forward["ms"]) == list(bench_chunks.WAYS) and not forward["notes"]
+    assert list(training["notes"]) == ["FlexAttention, compiled"]  # has no backward on CPUs
+
+
+def test_wrong_chunks_are_not_timed(capsys, monkeypatch):
+    right = bench_chunks.attention_in_chunks
+    monkeypatch.setattr(bench_chunks, "attention_in_chunks", lambda *x, **sizes: 1.001 * right(*x, **sizes))
+    assert bench_chunks.main([*FEW_FRAMES, "--no-compile"]) == 1
+    assert "WRONG" in line_of(capsys.readouterr().out, f"    {bench_chunks.OURS}")
 
 
 # ---- bench_huggingface -----------------------------------------------------------------------------

@@ -50,6 +50,14 @@ def test_rows_of_another_table():
     torch.testing.assert_close(out, by_mask(*inputs, 4, 6, 14))
 
 
+def test_no_frames():
+    inputs = problem(0, 9)
+    out = attention_in_chunks(*inputs, chunk=3, left=4)
+    assert out.shape == (B, H, 0, D)
+    for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert grad.shape == x.shape and not grad.any()
+
+
 def test_what_is_refused():
     q, k, v, r, *_ = problem(15, 9)
     for chunk, left in ((0, 3), (3, -1)):

@@ -52,7 +52,7 @@ def attention_in_chunks(
         given = ", ".join(str(x.shape[2]) for x in (q, k, v))
         raise ValueError(f"q, k, v: got {given} frames, needs the same number in all")
     B, T = q.shape[0], q.shape[2]
-    n = -(-T // chunk)
+    n = max(-(-T // chunk), 1)
     behind = n * chunk - T
 
     def of_chunks(x: Tensor) -> Tensor:
