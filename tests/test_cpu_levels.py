@@ -195,6 +195,9 @@ def test_a_level_is_what_its_own_flags_say(dtype):
             done = subprocess.run(command, cwd=ROOT / "csrc", capture_output=True, text=True, check=True)
             body = done.stdout.split(f"struct {dtype}{'_' * (dtype == 'bf16')} {{")[1]
             found[level] = re.search(r"using Compute = (\w+);", body).group(1)
+            # Registers of tiles are touched by their own level alone.
+            scope = done.stdout.split("struct TileScope {")[1].partition("\n};")[0]
+            assert ("ldtilecfg" in scope) == (level == "amx_bf16")
     higher = {"avx512_bf16": "Bf16Pair", "amx_bf16": "SplitTiles" if dtype == "f32" else "Bf16Tiles"}
     assert found == {level: higher.get(level, "Single") for level in found} and "baseline" in found
 

@@ -68,14 +68,22 @@ def test_decode_on_one_and_more_threads(backend, L, threads):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(window_size=(77, 0)), dict(causal=False, window_size=(200, 30)), dict(N=50)], ids=str
+    "options",
+    [
+        {},
+        dict(window_size=(77, 0)),
+        dict(causal=False, window_size=(200, 30)),
+        dict(N=50),
+        dict(K=2048, window_size=(1000, 0), scale=1.0),  # scores so large that a softmax begins anew
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("H", [1, 5])
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only=("cpu",)))
 def test_few_heads_on_one_and_more_threads(backend, dtype, H, options, threads):
     """A thread that finds no head left helps with the others; where heads are fewer, blocks are smaller."""
     options = dict(options)
-    sizes = dict(B=1, H=H, L=270, K=700, D=64, causal=options.get("causal", True))
+    sizes = dict(B=1, H=H, L=270, K=options.pop("K", 700), D=64, causal=options.get("causal", True))
     tensors = inputs(**sizes, N=options.pop("N", None), dtype=dtype, device=backend.device)
     dout = randn_like(tensors["q"])
     results = []

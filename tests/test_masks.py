@@ -145,6 +145,21 @@ def test_infinite_value_reaches_the_rows_that_see_it_alone(backend, dtype, L, va
         assert_untouched(got[:, others], clean["out"][0, 0][:, others], dtype)
 
 
+@pytest.mark.parametrize("backend, dtype", each_dtype(exact=True, only=("cpu",)))
+def test_largest_value_reaches_the_rows_that_see_it_alone(backend, dtype):
+    """A padding of finfo.max or min. A sum of three bfloat16 must not begin with infinity for it."""
+    tensors = inputs(B=1, H=1, L=70, K=150, D=64, dtype=dtype, device=backend.device)
+    dout = randn_like(tensors["q"])
+    dout[:, :, 20:] = 0
+    clean = run(backend, tensors, dout)
+    for value in (torch.finfo(dtype).max, torch.finfo(dtype).min):
+        spoilt = dict(tensors, v=tensors["v"].clone())
+        spoilt["v"][:, :, 100:] = value  # of 70 queries the first 20 do not see these keys
+        got = run(backend, spoilt, dout)
+        for name in ("out", "lse", "dq"):
+            assert_untouched(got[name][:, :, :20], clean[name][:, :, :20], dtype)
+
+
 @pytest.mark.parametrize("L", [3, 70])
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_infinite_key_reaches_the_rows_that_see_it_alone(backend, dtype, L):

@@ -63,6 +63,22 @@ def test_every_kind_of_call(instrumented, level):
     assert "AddressSanitizer" not in done.stderr, done.stderr
 
 
+@pytest.mark.skipif(
+    "amx_bf16" not in levels(), reason="needs the level of AMX, and a CPU that has AVX512_BF16"
+)
+def test_what_tiles_alone_could_get_wrong(instrumented):
+    """Blocks whose size depends on the threads, and sums of three bfloat16 near the largest float32."""
+    done = sanitized(
+        instrumented,
+        "import pytest\n"
+        "names = 'few_heads_on_one_and_more_threads or largest_value'\n"
+        "files = ['test_determinism.py', 'test_masks.py']\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', f'({names}) and float32', *files]))",
+        TXL_CPU_LEVEL="amx_bf16",
+    )
+    assert "11 passed" in done.stdout, done.stdout
+
+
 def test_the_sanitizer_watches(instrumented):
     """An lse whose memory is too short, past every check: without this the test above proves nothing."""
     done = sanitized(

@@ -212,8 +212,10 @@ class ForwardKernel {
       Window window(s.band);
       window.begin(block, band_, u.far_left, u.far_right, s.qv, q_pitch_, depth_);
       const int64_t end = round_up(block.keys.hi, kWidth);
-      for (int64_t lo = floor_to(block.keys.lo, kWidth); lo < end; lo += kChunkKeys) {
-        const int64_t hi = min(lo + kChunkKeys, end);
+      // Chunks end at multiples of kChunkKeys: where they end must not depend on the block, whose size
+      // depends on the number of threads, or a row's roundings would.
+      for (int64_t lo = floor_to(block.keys.lo, kWidth), hi; lo < end; lo = hi) {
+        hi = min(floor_to(lo, kChunkKeys) + kChunkKeys, end);
         probabilities(block, u, window, lo, hi, s);
         if (p_.dropout_p > 0) drop_some(block, b, h, lo, hi, s);
         if (piecemeal_) u.first_value = lo, pack_values(u, lo, hi);

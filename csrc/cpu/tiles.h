@@ -29,13 +29,14 @@ template <int kParts, bool kAdd>
 static void tile_product(int64_t rows, int64_t columns, int64_t depth, const uint32_t* a, int64_t lda,
                          const uint32_t* b, int64_t ldb, float* c, int64_t ldc, const uint32_t* ahead);
 
-#if !defined(__AMX_BF16__) || defined(TXL_SANITIZED)
+// TXL_TILES is the level's own, unlike the compiler's macro (kernels.cpp).
+#if !defined(TXL_TILES) || defined(TXL_SANITIZED)
 struct TileScope {
   TileScope() {}  // not trivial: an object that is not used otherwise
 };
 #endif
 
-#if defined(__AMX_BF16__)
+#if defined(TXL_TILES)
 
 #if defined(TXL_SANITIZED)
 

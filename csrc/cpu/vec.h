@@ -386,8 +386,8 @@ struct Bf16Tiles : Bf16Pair {  // the same operands, multiplied by whole tiles (
 
 // float32 by tiles of bfloat16: a value is the sum of three, eight bits each: the nearest, the leading bits
 // of what it leaves, and the rest, exactly. tiles.h adds up six of the nine products of two values; the
-// others are below 2^-23 of the whole, of either sign. What is not finite, or rounds to infinity
-// (from 3.396e38 on), has NaN parts. Pairs are values one vector apart.
+// others are below 2^-23 of the whole, of either sign. What is not finite has NaN parts. Pairs are values one
+// vector apart.
 struct SplitTiles {
   using Acc = float;
   using Elem = uint32_t;
@@ -406,9 +406,12 @@ struct SplitTiles {
   static TXL_INLINE Parts<Elem, 3> across(const Vec<float> (&x)[2]) { return along(x); }
 
  private:
-  // Half a unit of a bfloat16 further from zero, so that its leading bits are the nearest one's.
+  // Half a unit of a bfloat16 further from zero, so that its leading bits are the nearest one's; but not
+  // where that is infinity (from 3.396e38 on), whose other parts would be NaN.
   static TXL_INLINE Vec<float> nudged(Vec<float> x) {
-    return bits<Vec<float>>(bits<Vec<uint32_t>>(x) + 0x8000u);
+    const Vec<uint32_t> old = bits<Vec<uint32_t>>(x), further = old + 0x8000u;
+    const Vec<uint32_t> infinite = splat(0x7f800000u);
+    return bits<Vec<float>>((further & infinite) == infinite ? old : further);
   }
 };
 #endif
