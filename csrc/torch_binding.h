@@ -43,7 +43,7 @@ inline bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
 }
 
 // Of a tensor without gaps.
-inline void* dense(const Tensor& x, ScalarType type, int64_t count, const char* name) {
+inline void* contiguous_data(const Tensor& x, ScalarType type, int64_t count, const char* name) {
   STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count && x.scalar_type() == type, name,
                   " must be contiguous and have ", count, " elements of the type that it is to have");
   return x.data_ptr();
@@ -99,7 +99,7 @@ class Tensors {
             bias(bias_u, "bias_u"),
             bias(bias_v, "bias_v"),
             queries(out, "out", of_out),
-            dense_lse(lse)};
+            lse_data(lse)};
   }
   Backward backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& r,
                     const OptionalTensor& bias_u, const OptionalTensor& bias_v, const Tensor& out,
@@ -127,7 +127,7 @@ class Tensors {
   // Without gaps; null if there is none.
   template <typename T>
   T* array(const OptionalTensor& x, int64_t count, const char* name) {
-    return x ? static_cast<T*>(dense(placed(*x, name), kScalarType<T>, count, name)) : nullptr;
+    return x ? static_cast<T*>(contiguous_data(placed(*x, name), kScalarType<T>, count, name)) : nullptr;
   }
 
  private:
@@ -149,9 +149,9 @@ class Tensors {
     return x ? view(*x, {H_, D_}, name, use) : View{};
   }
 
-  void* dense_lse(const Tensor& x) {
+  void* lse_data(const Tensor& x) {
     const ScalarType type = type_ == ScalarType::Double ? type_ : ScalarType::Float;
-    return dense(placed(x, "lse"), type, B_ * H_ * L_, "lse");
+    return contiguous_data(placed(x, "lse"), type, B_ * H_ * L_, "lse");
   }
 
   View view(const Tensor& x, std::initializer_list<int64_t> shape, const char* name, Use use) {

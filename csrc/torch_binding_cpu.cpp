@@ -73,9 +73,9 @@ void cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, OptionalT
 }
 
 // Of a tensor without gaps, of x's dtype.
-void* dense(const Tensor& t, const Tensor& x, int64_t count, const char* name) {
+void* cpu_data(const Tensor& t, const Tensor& x, int64_t count, const char* name) {
   STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
-  return txl::dense(t, x.scalar_type(), count, name);
+  return txl::contiguous_data(t, x.scalar_type(), count, name);
 }
 
 void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
@@ -83,11 +83,11 @@ void cpu_linear(Tensor x, Tensor weight, OptionalTensor bias, Tensor out) {
                   "weight must be a matrix of x's dtype, on the CPU");
   const int64_t outputs = weight.size(0), depth = weight.size(1), rows = depth ? x.numel() / depth : 0;
   STD_TORCH_CHECK(weight.stride(1) == 1 || depth == 1, "weight must have contiguous rows");
-  txl::cpu_linear(
-      dtype_of(x),
-      {dense(x, x, rows * depth, "x"), weight.data_ptr(), bias ? dense(*bias, x, outputs, "bias") : nullptr,
-       dense(out, x, rows * outputs, "out"), rows, outputs, depth, weight.stride(0)},
-      torch_pool());
+  txl::cpu_linear(dtype_of(x),
+                  {cpu_data(x, x, rows * depth, "x"), weight.data_ptr(),
+                   bias ? cpu_data(*bias, x, outputs, "bias") : nullptr,
+                   cpu_data(out, x, rows * outputs, "out"), rows, outputs, depth, weight.stride(0)},
+                  torch_pool());
 }
 
 // One layer of `cpu_layers`: the tensors are checked as they are taken.
@@ -146,7 +146,7 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
                   "a layer has one r and 12 weights");
   STD_TORCH_CHECK(!keys_values.empty(), "there must be a layer");
   STD_TORCH_CHECK(h.dim() == 3 && h.size(1) <= txl::kDecodeRows, "h must be of few tokens");
-  void *const first = dense(h, h, h.numel(), "h"), *const last = dense(out, h, h.numel(), "out");
+  void *const first = cpu_data(h, h, h.numel(), "h"), *const last = cpu_data(out, h, h.numel(), "out");
   const int32_t* range = nullptr;
   if (key_range) {
     STD_TORCH_CHECK(txl::has_shape(*key_range, {h.size(0), 2}) && key_range->is_contiguous() &&
@@ -169,8 +169,8 @@ void cpu_layers(Tensor h, std::vector<Tensor> keys_values, int64_t begin, int64_
 
 void cpu_dropout(Tensor x, OptionalTensor gate, int64_t seed, double p, Tensor out) {
   txl::cpu_dropout(dtype_of(x),
-                   {dense(x, x, x.numel(), "x"), gate ? dense(*gate, x, x.numel(), "gate") : nullptr,
-                    dense(out, x, x.numel(), "out"), x.numel(), static_cast<uint64_t>(seed), p},
+                   {cpu_data(x, x, x.numel(), "x"), gate ? cpu_data(*gate, x, x.numel(), "gate") : nullptr,
+                    cpu_data(out, x, x.numel(), "out"), x.numel(), static_cast<uint64_t>(seed), p},
                    torch_pool());
 }
 

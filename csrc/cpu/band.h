@@ -6,10 +6,11 @@
 //
 //   S[a, j] = (q_a + u) . k_j + T[a, c(i0, j) - a]
 //
-// so a tile of S adds T to its accumulators, read at row pitch (pitch - 1). docs/algorithm.md draws it.
+// so a tile of S adds T to its accumulators, read at row pitch (pitch - 1). Backward goes the other way: a
+// tile of dS is stored as one of dT, at that pitch. docs/algorithm.md draws it.
 #pragma once
 
-#include "product.h"
+#include "pack.h"
 
 namespace txl::TXL_LEVEL {
 
@@ -64,27 +65,35 @@ TXL_INLINE const S* row_of_key(const View& x, int64_t b, int64_t h, Range seen, 
   return seen.lo <= j && j < seen.hi ? x.at<S>(b, h, j) : nullptr;
 }
 
-// The queries i0 .. i0 + rows - 1 of one batch entry, the keys any of them sees, and where its tiles lie in
-// the band.
+// The queries i0 .. i0 + rows - 1 of one head and batch entry, the keys any of them sees, and where its tiles
+// lie in the band.
 struct Block {
   const Problem& p;
-  Range batch;  // keys that exist in this batch entry
-  int64_t i0;
+  int64_t b, h, i0;
   int rows;
+  Range exist;  // keys, in this batch entry
   Range keys;
 
-  Block(const Problem& problem, Range batch_keys, int64_t first_row, int row_count)
-      : p(problem), batch(batch_keys), i0(first_row), rows(row_count), keys(keys_of_rows(0, rows)) {}
+  Block(const Problem& problem, int64_t batch, int64_t head, int64_t first_row, int row_count)
+      : p(problem),
+        b(batch),
+        h(head),
+        i0(first_row),
+        rows(row_count),
+        exist(p.keys_of_batch(b)),
+        keys(keys_of_rows(0, rows)) {}
 
   int64_t last_row() const { return i0 + rows - 1; }
 
+  Range keys_of_row(int64_t m) const { return p.keys_of_query(exist, i0 + m); }
+
   // Of `count` rows from `first` on: the keys that any of them sees, and where these lie in the band.
   Range keys_of_rows(int64_t first, int64_t count) const {
-    return keys_of_queries(p, batch, i0 + first, i0 + first + count - 1);
+    return keys_of_queries(p, exist, i0 + first, i0 + first + count - 1);
   }
   Range band_of_rows(int64_t first, int64_t count) const {
-    const int64_t i = i0 + first, last = i + count - 1;
-    return {p.band(last, p.keys_of_query(batch, last).lo), p.band(i, p.keys_of_query(batch, i).hi - 1) + 1};
+    const int64_t last = first + count - 1;
+    return {p.band(i0 + last, keys_of_row(last).lo), p.band(i0 + first, keys_of_row(first).hi - 1) + 1};
   }
   // The other way round: the rows that may see one of the keys, and those for which a band column is a key
   // that exists.
@@ -93,15 +102,15 @@ struct Block {
     return {of.lo - p.right - position, of.hi + p.left - position};
   }
   Range rows_of_band(Range columns) const {
-    return {batch.lo - p.key(i0, columns.hi - 1), batch.hi - p.key(i0, columns.lo)};
+    return {exist.lo - p.key(i0, columns.hi - 1), exist.hi - p.key(i0, columns.lo)};
   }
   // Behind the last column of keys before `hi` that some row sees: the first row's, as both ends of masks
   // grow with the row.
-  int64_t band_end(int64_t hi) const { return p.band(i0, min(hi, p.keys_of_query(batch, i0).hi) - 1) + 1; }
+  int64_t band_end(int64_t hi) const { return p.band(i0, min(hi, keys_of_row(0).hi) - 1) + 1; }
 
   // Whether every row sees every key of [lo, hi).
   bool all_see(int64_t lo, int64_t hi) const {
-    return p.keys_of_query(batch, last_row()).lo <= lo && hi <= p.keys_of_query(batch, i0).hi;
+    return keys_of_row(rows - 1).lo <= lo && hi <= keys_of_row(0).hi;
   }
 
   enum class Place { band, far_left, far_right };
@@ -157,47 +166,50 @@ class BandWindow {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
   static constexpr int kWidth = kPanel<C>;
-  // Whole cache lines, an odd number of them.
+  // Of float32 whole cache lines, an odd number of them.
   static constexpr int64_t kPitch = (kChunkKeys + kBlockRows + 3 * kWidth + 15) / 16 * 16 | 16;
   static constexpr int64_t kFarPitch = kLanes<T>, kFarElems = C::parts * kLanes<Elem>;
   static constexpr int64_t kElements = kBlockRows * (kPitch + 2 * kFarPitch);
 
-  explicit BandWindow(T* memory) : t_(memory), far_(memory + kBlockRows * kPitch) {}
-
-  // Starts a block: nothing of the band is known but its far columns, from row 0 and row N - 1 of r
-  // (pack_far). qv: (q + v) of the block, [rows][parts][depth] at row stride ldq.
-  void begin(const Block& block, const BandColumns<C>& columns, const Elem* far_left, const Elem* far_right,
-             const Elem* qv, int64_t ldq, int64_t depth) {
-    block_ = &block, columns_ = &columns, qv_ = qv, ldq_ = ldq, depth_ = depth;
-    start_ = end_ = 0;
+  // Nothing of the band is known but its far columns, from row 0 of r and from row N - 1, by pack_far. qv:
+  // (q + v) of the block, [rows][parts][depth] at row stride ldq.
+  BandWindow(T* memory, const Block& block, const BandColumns<C>& columns, Elem* const (&far)[2],
+             const Elem* qv, int64_t ldq, int64_t depth)
+      : t_(memory),
+        far_(memory + kBlockRows * kPitch),
+        block_(block),
+        columns_(columns),
+        qv_(qv),
+        ldq_(ldq),
+        depth_(depth) {
     const int64_t piece = kTiled<C> ? depth : piece_of(depth);
     for (int side = 0; side < 2; ++side) {
       if (!columns.uses_far(block.p, side)) continue;
-      T* far = far_ + side * kBlockRows * kFarPitch;
-      memset(far, 0, kBlockRows * kFarPitch * sizeof(T));
+      T* sums = far_ + side * kBlockRows * kFarPitch;
+      zero(sums, kBlockRows * kFarPitch);
       for (int64_t k = 0; k < depth; k += piece)
         add_product<C, A::rows>(block.rows, kFarPitch, min(depth - k, piece), qv + k, ldq,
-                                (side ? far_right : far_left) + k * kFarElems, kFarElems, far, kFarPitch);
+                                far[side] + k * kFarElems, kFarElems, sums, kFarPitch);
     }
   }
 
-  // Makes the columns of the tiles [lo, hi) present; keys come in growing order. panel(c): the packed panel
-  // of column c and the next ones.
+  // Makes the columns of these keys' tiles present; keys come in growing order. panel(c): the packed panel of
+  // column c and the next ones.
   template <class F>
-  void advance(int64_t lo, int64_t hi, F panel) {
-    const int64_t need_start = floor_to(column(block_->rows - 1, lo), kWidth);
-    const int64_t need_end = round_up(block_->band_end(hi) - columns_->first, kWidth);
+  void advance(Range keys, F panel) {
+    const int64_t need_start = floor_to(column(block_.rows - 1, keys.lo), kWidth);
+    const int64_t need_end = round_up(block_.band_end(keys.hi) - columns_.first, kWidth);
     if (need_start >= end_) {
       start_ = end_ = need_start;
     } else if (need_start > start_) {
-      for (int m = 0; m < block_->rows; ++m)
+      for (int m = 0; m < block_.rows; ++m)
         memmove(t_ + m * kPitch, t_ + m * kPitch + (need_start - start_),
                 static_cast<size_t>(end_ - need_start) * sizeof(T));
       start_ = need_start;
     }
     for (; end_ < need_end; end_ += kWidth) {
-      panel_product<C>(block_->rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
-                       band_needed(*block_, columns_->first + end_), Store<T>{t_ + (end_ - start_), kPitch});
+      panel_product<C>(block_.rows, qv_, ldq_, depth_, panel(end_), {}, nullptr,
+                       band_needed(block_, columns_.first + end_), Store<T>{t_ + (end_ - start_), kPitch});
     }
   }
 
@@ -209,13 +221,83 @@ class BandWindow {
 
  private:
   // Column, counted from the first packed one, of row m and key j.
-  int64_t column(int64_t m, int64_t j) const { return block_->p.band(block_->i0 + m, j) - columns_->first; }
+  int64_t column(int64_t m, int64_t j) const { return block_.p.band(block_.i0 + m, j) - columns_.first; }
 
   T *t_, *far_;
-  const Block* block_ = nullptr;
-  const BandColumns<C>* columns_ = nullptr;
-  const Elem* qv_ = nullptr;
-  int64_t ldq_ = 0, depth_ = 0, start_ = 0, end_ = 0;  // [start_, end_): columns present
+  const Block& block_;
+  const BandColumns<C>& columns_;
+  const Elem* qv_;
+  int64_t ldq_, depth_, start_ = 0, end_ = 0;  // [start_, end_): columns present
+};
+
+// dT, the gradient of a block's band, while keys still add to it: a stretch of columns that slides with the
+// keys. A column is multiplied once, when no later key adds to it.
+template <class C, int kBlockRows, int kChunkKeys>
+class BandGradient {
+ public:
+  using T = typename C::Acc;
+  static constexpr int kWidth = kPanel<C>;
+  // Columns are multiplied in multiples of this.
+  static constexpr int kStep = kTiled<C> ? kWidth : C::per_elem * C::whole;
+  static constexpr int64_t kColumns = (kChunkKeys + kBlockRows + 2 * kWidth + 31) / 32 * 32;
+  // Of float32 whole cache lines, an odd number of them.
+  static constexpr int64_t kPitch = kColumns | 16;
+  static constexpr int64_t kElements = kBlockRows * kPitch;
+
+  BandGradient(T* memory, const Block& block, const BandColumns<C>& columns)
+      : t_(memory), block_(block), columns_(columns) {}
+
+  void clear() { begun_ = false, start_ = end_ = 0; }
+
+  // Makes room for the tiles of these keys, with zeros beside what their rows will get; keys come in growing
+  // order.
+  void advance(Range keys) {
+    const bool begins = !begun_;
+    if (begins) begun_ = true, start_ = floor_to(column(block_.rows - 1, keys.lo), kStep);
+    end_ = block_.band_end(keys.hi) - columns_.first;
+    for (int m = 0; m < block_.rows; ++m) {
+      T* row = t_ + m * kPitch;
+      const int64_t from = column(m, keys.lo) - start_, to = from + keys.size();
+      if (begins) zero(row, from);
+      zero(row + to, max(round_up(end_ - start_, kStep) - to, 0));
+    }
+  }
+
+  // Where the tile that starts at key lo is stored, at row pitch kPitch - 1.
+  T* tile(int64_t lo) const { return t_ + column(0, lo) - start_; }
+
+  // The packed columns to which no key from `next` on adds, the first ones of data().
+  Range complete(int64_t next) const {
+    if (!begun_) return {0, 0};
+    const int64_t first_open = floor_to(column(block_.rows - 1, next) - start_, kStep);
+    return {start_, start_ + max(0, min(end_ - start_, first_open))};
+  }
+  // All of them, where no key follows.
+  Range rest() const { return {start_, end_}; }
+
+  // [rows][kColumns] at row pitch kPitch, zeros up to the next multiple of kStep.
+  T* data() const { return t_; }
+
+  // Moves what is behind the first `count` columns to the front.
+  void drop(int64_t count) {
+    const int64_t left = end_ - start_ - count;
+    for (int m = 0; m < block_.rows; ++m) {
+      T* row = t_ + m * kPitch;
+      memmove(row, row + count, static_cast<size_t>(left) * sizeof(T));
+      zero(row + left, round_up(left, kStep) - left);  // the next chunk may lie outside of the band
+    }
+    start_ += count;
+  }
+
+ private:
+  // Column, counted from the first packed one, of row m and key j.
+  int64_t column(int64_t m, int64_t j) const { return block_.p.band(block_.i0 + m, j) - columns_.first; }
+
+  T* t_;
+  const Block& block_;
+  const BandColumns<C>& columns_;
+  bool begun_ = false;
+  int64_t start_ = 0, end_ = 0;  // [start_, end_): columns present
 };
 
 }  // namespace txl::TXL_LEVEL

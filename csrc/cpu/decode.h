@@ -27,10 +27,10 @@ class DecodeKernel {
     T m = -static_cast<T>(INFINITY), l = 0;
   };
 
-  // Rows of k and r that follow one another, and those that are fetched meanwhile.
-  struct Rows {
+  // Streams of k and r that follow one another, and those that are fetched meanwhile.
+  struct Streams {
     const S *k, *r, *next_k, *next_r;
-    Rows from(int64_t d) const { return {k + d, r + d, next_k + d, next_r + d}; }
+    Streams from(int64_t d) const { return {k + d, r + d, next_k + d, next_r + d}; }
   };
 
  public:
@@ -38,10 +38,10 @@ class DecodeKernel {
       : p_(problem),
         t_(tensors),
         pool_(pool),
-        columns_(round_up(p_.D, W)),
+        channels_(round_up(p_.D, W)),
         // The split depends on the shapes alone, and so does the result.
         splits_(max(1, min(kItems / max(1, p_.B * p_.H), p_.K / kMinKeys))),
-        partial_(p_.B * p_.H * splits_ * p_.L * (columns_ + 2)) {}
+        split_sums_(p_.B * p_.H * splits_ * p_.L * (channels_ + 2)) {}
 
   void run() {
     parallel_items(pool_, p_.B * p_.H * splits_,
@@ -55,15 +55,15 @@ class DecodeKernel {
                            kMinKeys = 256;  // few and long: streams that hardware foresees
 
   // o of one split of one query, and behind it m and l.
-  T* partial_of(int64_t unit, int64_t split, int64_t i) {
-    return partial_.begin() + ((unit * splits_ + split) * p_.L + i) * (columns_ + 2);
+  T* sums_of_split(int64_t unit, int64_t split, int64_t i) {
+    return split_sums_.begin() + ((unit * splits_ + split) * p_.L + i) * (channels_ + 2);
   }
 
   Query query(int64_t b, int64_t h, int64_t i, T* memory) const {
     Query q;
     const T factor = static_cast<T>(p_.scale * kLog2e);
     const S* row = t_.q.at<S>(b, h, i);
-    q.u = memory, q.v = memory + columns_;
+    q.u = memory, q.v = memory + channels_;
     for (int64_t d = 0; d < p_.D; ++d) {
       q.u[d] = (to_float(row[d]) + bias(t_.bias_u, h, d)) * factor;
       q.v[d] = (to_float(row[d]) + bias(t_.bias_v, h, d)) * factor;
@@ -74,10 +74,10 @@ class DecodeKernel {
 
   T bias(const View& x, int64_t h, int64_t d) const { return x.data ? to_float(x.at<S>(0, h, 0)[d]) : T{}; }
 
-  // f(first column, Size<vectors>, Size<whether the last of them is cut off by D>) over the columns.
+  // f(first channel, Size<vectors>, Size<whether the last of them is cut off by D>) over the channels.
   template <class F>
-  TXL_INLINE void in_columns(F f) const {
-    in_groups<kMost>(columns_ / W, [&](int64_t n, auto kn) {
+  TXL_INLINE void in_channels(F f) const {
+    in_groups<kMost>(channels_ / W, [&](int64_t n, auto kn) {
       if ((n + decltype(kn)::value) * W <= p_.D)
         f(n * W, kn, Size<0>{});
       else
@@ -88,8 +88,8 @@ class DecodeKernel {
     return tail ? load_some(p, static_cast<int>(p_.D % W)) : load_as_float(p);
   }
 
-  // Rows are read from both halves of the keys in turns, one by one: while one half's next page is looked up,
-  // the other's lines still come. This many are in the first.
+  // Streams are read from both halves of the keys in turns, one by one: while one half's next page is looked
+  // up, the other's lines still come. This many are in the first.
   static int64_t half_of(int64_t keys) { return min(round_up((keys + 1) / 2, W), keys); }
 
   // Vector n of a row into the second level of cache, line by line: where vectors are long, the hardware's
@@ -102,29 +102,28 @@ class DecodeKernel {
   void run_split(int64_t unit, int64_t split) {
     const int64_t b = unit % p_.B, h = unit / p_.B;
     const Range share = {p_.K * split / splits_, p_.K * (split + 1) / splits_};
-    Array<T> memory(2 * p_.L * columns_);
+    Array<T> memory(2 * p_.L * channels_);
     Query queries[kDecodeRows];
     Range all = {share.hi, share.lo};
     for (int64_t i = 0; i < p_.L; ++i) {
-      queries[i] = query(b, h, i, &memory[2 * i * columns_]);
-      Range& keys = queries[i].keys;
-      keys = {max(keys.lo, share.lo), min(keys.hi, share.hi)};
+      queries[i] = query(b, h, i, &memory[2 * i * channels_]);
+      const Range keys = queries[i].keys = intersect(queries[i].keys, share);
       if (!keys.empty()) all = {min(all.lo, keys.lo), max(all.hi, keys.hi)};
-      T* o = partial_of(unit, split, i);
-      for (int64_t d = 0; d < columns_; ++d) o[d] = 0;
+      T* o = sums_of_split(unit, split, i);
+      for (int64_t d = 0; d < channels_; ++d) o[d] = 0;
     }
     // Long streams are read fastest; of several queries each is to find k and r still in the cache.
     const int64_t step = p_.L > 1 ? kKeys / 4 : kKeys;
     for (int64_t lo = all.lo; lo < all.hi; lo += step)
       for (int64_t i = 0; i < p_.L; ++i) {
         Query& q = queries[i];
-        const Range keys = {max(q.keys.lo, lo), min(q.keys.hi, lo + step)};
-        if (!keys.empty()) add_keys(b, h, i, keys, q, partial_of(unit, split, i));
+        const Range keys = intersect(q.keys, {lo, lo + step});
+        if (!keys.empty()) add_keys(b, h, i, keys, q, sums_of_split(unit, split, i));
       }
     for (int64_t i = 0; i < p_.L; ++i) {
-      T* o = partial_of(unit, split, i);
-      o[columns_] = queries[i].m;
-      o[columns_ + 1] = queries[i].l;
+      T* o = sums_of_split(unit, split, i);
+      o[channels_] = queries[i].m;
+      o[channels_ + 1] = queries[i].l;
     }
   }
 
@@ -145,14 +144,14 @@ class DecodeKernel {
     }
     q.m = m;
     q.l = q.l * fade + horizontal_sum<T>(sum);
-    if (p_.dropout_p > 0) drop(p_, b, h, i, keys.lo, 0, count, s);
-    in_columns([&](int64_t d, auto kn, auto tail) {
+    if (p_.dropout_p > 0) drop(p_, b, h, i, keys, keys.lo, s);
+    in_channels([&](int64_t d, auto kn, auto tail) {
       add_values<decltype(kn)::value, decltype(tail)::value>(t_.v.at<S>(b, h, keys.lo) + d, count, s, fade,
                                                              o + d);
     });
   }
 
-  // o = o * fade + sum_x s[x] v_x over kN vectors of columns.
+  // o = o * fade + sum_x s[x] v_x over kN vectors of channels.
   template <int kN, int tail>
   __attribute__((noinline)) void add_values(const S* v, int64_t count, const T* s, T fade, T* o) const {
     Vec<T> acc[kN];
@@ -188,7 +187,7 @@ class DecodeKernel {
       constexpr bool has_r = decltype(kr)::value;
       const int64_t half = half_of(hi - lo), mid = lo + half;
       // Behind the last keys of a half values are fetched: after the range with most keys they are read next.
-      const auto rows = [&](int64_t j) -> Rows {
+      const auto rows = [&](int64_t j) -> Streams {
         const int64_t past = j + kAhead - (j < mid ? mid : hi), first = j < mid ? 0 : half_of(keys.size());
         const S *k_j = k + j * t_.k.row, *r_j = r;
         if constexpr (has_r) r_j += p_.band(i, j) * t_.r.row;  // far keys' would be anywhere
@@ -215,17 +214,17 @@ class DecodeKernel {
   // (q + bias_v) . r of one row of r.
   T position_term(const Query& q, const S* r) const {
     Vec<T> sum = {};
-    for (int64_t d = 0; d < columns_; d += W) sum += load(q.v + d) * load_left(r + d, p_.D - d);
+    for (int64_t d = 0; d < channels_; d += W) sum += load(q.v + d) * load_left(r + d, p_.D - d);
     return horizontal_sum<T>(sum);
   }
 
   // Scores of `count` keys, at most a vector of them, in each of kRuns places.
   template <bool has_r, int kRuns>
-  void dot_keys(const Rows (&runs)[kRuns], int64_t count, const Query& q, T constant,
+  void dot_keys(const Streams (&runs)[kRuns], int64_t count, const Query& q, T constant,
                 T* const (&s)[kRuns]) const {
     Vec<T> product[kRuns][W] = {};
-    in_columns([&](int64_t d, auto kn, auto tail) {
-      Rows from[kRuns];
+    in_channels([&](int64_t d, auto kn, auto tail) {
+      Streams from[kRuns];
       for (int n = 0; n < kRuns; ++n) from[n] = runs[n].from(d);
       add_dots<has_r, decltype(kn)::value, decltype(tail)::value>(from, count, q.u + d, q.v + d, product);
     });
@@ -236,9 +235,9 @@ class DecodeKernel {
     }
   }
 
-  // product[run][x] += u . k_x + v . r_x over kN vectors of columns, lane by lane.
+  // product[run][x] += u . k_x + v . r_x over kN vectors of channels, lane by lane.
   template <bool has_r, int kN, int tail, int kRuns>
-  __attribute__((noinline)) void add_dots(Rows (&runs)[kRuns], int64_t count, const T* u, const T* v,
+  __attribute__((noinline)) void add_dots(Streams (&runs)[kRuns], int64_t count, const T* u, const T* v,
                                           Vec<T> (&product)[kRuns][W]) const {
     Vec<T> qu[kN], qv[kN];
     TXL_UNROLL
@@ -246,7 +245,7 @@ class DecodeKernel {
     for (int64_t x = 0; x < count; ++x) {
       TXL_UNROLL
       for (int run = 0; run < kRuns; ++run) {
-        Rows& row = runs[run];
+        Streams& row = runs[run];
         Vec<T> content = product[run][x], position = {};
         TXL_UNROLL
         for (int n = 0; n < kN; ++n) {
@@ -265,15 +264,15 @@ class DecodeKernel {
 
   void merge(int64_t unit, int64_t i) {
     T m = -static_cast<T>(INFINITY);
-    for (int64_t split = 0; split < splits_; ++split) m = vmax(partial_of(unit, split, i)[columns_], m);
+    for (int64_t split = 0; split < splits_; ++split) m = vmax(sums_of_split(unit, split, i)[channels_], m);
     const T base = m == -static_cast<T>(INFINITY) ? T{} : m;
-    Array<T> o(columns_);
+    Array<T> o(channels_);
     T l = 0;
     for (int64_t split = 0; split < splits_; ++split) {
-      const T* x = partial_of(unit, split, i);
-      const T weight = exp2(splat(x[columns_] - base))[0];
-      l += weight * x[columns_ + 1];
-      for (int64_t d = 0; d < columns_; ++d) o[d] += weight * x[d];
+      const T* x = sums_of_split(unit, split, i);
+      const T weight = exp2(splat(x[channels_] - base))[0];
+      l += weight * x[channels_ + 1];
+      for (int64_t d = 0; d < channels_; ++d) o[d] += weight * x[d];
     }
     write_row<T, S>(p_, t_, unit % p_.B, unit / p_.B, i, o.begin(), m, l);
   }
@@ -281,9 +280,9 @@ class DecodeKernel {
   const Problem p_;
   const Forward& t_;
   const Pool& pool_;
-  const int64_t columns_;
+  const int64_t channels_;
   const int64_t splits_;
-  Array<T> partial_;
+  Array<T> split_sums_;
 };
 
 }  // namespace txl::TXL_LEVEL

@@ -109,7 +109,7 @@ const Choice& choice() {
   return made;
 }
 
-const Kernels& of(const Level& level, DType dtype) {
+const Kernels& kernels_of(const Level& level, DType dtype) {
   switch (dtype) {
     case DType::f32:
       return *level.f32;
@@ -122,11 +122,11 @@ const Kernels& of(const Level& level, DType dtype) {
   }
 }
 
-const Kernels& chosen(DType dtype) { return of(*choice().level, dtype); }
+const Kernels& chosen(DType dtype) { return kernels_of(*choice().level, dtype); }
 
 const Level* level_for(DType dtype, const Problem& problem) {
   const Level* level = choice().level;
-  while (!choice().named && !of(*level, dtype).suits(problem)) --level;
+  while (!choice().named && !kernels_of(*level, dtype).suits(problem)) --level;
   return level;
 }
 
@@ -145,12 +145,12 @@ std::string cpu_levels() {
 }
 
 void cpu_forward(DType dtype, const Problem& problem, const Forward& tensors, const Pool& pool) {
-  of(*level_for(dtype, problem), dtype).forward(problem, tensors, pool);
+  kernels_of(*level_for(dtype, problem), dtype).forward(problem, tensors, pool);
 }
 
 void cpu_backward(DType dtype, const Problem& problem, const Backward& tensors, const Pool& pool) {
   const Level* asked = level_for(dtype, problem);
-  while (!of(*asked, dtype).backward(problem, tensors, pool)) --asked;
+  while (!kernels_of(*asked, dtype).backward(problem, tensors, pool)) --asked;
 }
 
 void cpu_linear(DType dtype, const Linear& tensors, const Pool& pool) { chosen(dtype).linear(tensors, pool); }

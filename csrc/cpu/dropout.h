@@ -2,7 +2,8 @@
 // again.
 #pragma once
 
-#include "scores.h"
+#include "dropout_mask.h"
+#include "work.h"
 
 namespace txl::TXL_LEVEL {
 
@@ -19,7 +20,7 @@ class ElementDropout {
         factor_(static_cast<T>(1 / (1 - t_.p))) {}
 
   void run() {
-    parallel_items(pool_, (t_.count + kItem - 1) / kItem, [&](int64_t item, int) {
+    parallel_items(pool_, ceil_div(t_.count, kItem), [&](int64_t item, int) {
       const int64_t end = min((item + 1) * kItem, t_.count);
       for (int64_t at = item * kItem; at < end; at += DropoutMask::kGroup)
         t_.gate ? group<true>(at, min(end - at, DropoutMask::kGroup))
@@ -37,15 +38,15 @@ class ElementDropout {
     S* out = static_cast<S*>(t_.out) + at;
     // Loops over arrays of our own, which become vectors: gates are shut as by a coin, and branches would
     // wait.
-    T kept[DropoutMask::kGroup] = {};
-    for (int64_t n = 0; n < count; ++n) kept[n] = to_float(x[n]) * factor_;
-    for (int64_t n = 0; n < DropoutMask::kGroup; ++n) kept[n] = word[n] < threshold_ ? T{} : kept[n];
+    T y[DropoutMask::kGroup] = {};
+    for (int64_t n = 0; n < count; ++n) y[n] = to_float(x[n]) * factor_;
+    for (int64_t n = 0; n < DropoutMask::kGroup; ++n) y[n] = word[n] < threshold_ ? T{} : y[n];
     if constexpr (gated) {
       T open[DropoutMask::kGroup] = {};
       for (int64_t n = 0; n < count; ++n) open[n] = to_float(gate[n]);
-      for (int64_t n = 0; n < DropoutMask::kGroup; ++n) kept[n] = open[n] <= 0 ? T{} : kept[n];  // NaN passes
+      for (int64_t n = 0; n < DropoutMask::kGroup; ++n) y[n] = open[n] <= 0 ? T{} : y[n];  // NaN passes
     }
-    for (int64_t n = 0; n < count; ++n) store_as(out + n, kept[n]);
+    for (int64_t n = 0; n < count; ++n) store_as(out + n, y[n]);
   }
 
   const Elements& t_;

@@ -14,21 +14,21 @@ template <typename T>
 struct Softmax {
   static constexpr T kRoom = 16;  // what a score may be above the base
 
-  T *o, *sum;  // [rows][columns], [rows][kLanes]: neither divided by the sum of all
+  T *o, *sum;  // [rows][channels], [rows][kLanes]: neither divided by the sum of all
   T *base, *limit;
 
-  void clear(int64_t rows, int64_t columns) const {
-    memset(o, 0, static_cast<size_t>(rows * columns) * sizeof(T));
+  void clear(int64_t rows, int64_t channels) const {
+    memset(o, 0, static_cast<size_t>(rows * channels) * sizeof(T));
     memset(sum, 0, static_cast<size_t>(rows * kLanes<T>) * sizeof(T));
     for (int64_t m = 0; m < rows; ++m) base[m] = 0, limit[m] = -static_cast<T>(INFINITY);
   }
 
   // Makes `largest` the base of row m; what earlier sums must be multiplied by.
-  T rebase(int64_t m, T largest, int64_t columns) const {
+  T rebase(int64_t m, T largest, int64_t channels) const {
     const bool first = limit[m] == -static_cast<T>(INFINITY);
     const T factor = first ? T{1} : exp2(splat(base[m] - largest))[0];
     base[m] = largest, limit[m] = largest + kRoom;
-    for (int64_t d = 0; d < columns; ++d) o[m * columns + d] *= factor;
+    for (int64_t d = 0; d < channels; ++d) o[m * channels + d] *= factor;
     for (int64_t x = 0; x < kLanes<T>; ++x) sum[m * kLanes<T> + x] *= factor;
     return factor;
   }
@@ -44,29 +44,29 @@ class ForwardKernel {
   static constexpr int64_t kValueKeys = kTiled<C> ? kChunkKeys : 64;  // whose values are added at a time
   static constexpr int64_t kPitch = kChunkKeys + 16 * C::per_elem, kPartPitch = kPitch / C::per_elem,
                            kElemPitch = C::parts * kPartPitch;
-  static constexpr int64_t kKeptBytes = 2 << 20;
+  static constexpr int64_t kAllRBytes = 2 << 20;
   using Window = BandWindow<C, kBlockRows, kChunkKeys>;
 
   // Operands of one (batch, head), packed: all of them, or those in use (piecemeal_).
-  struct Unit {
-    Elem *k, *v, *r, *far_left, *far_right;
+  struct Operands {
+    Elem *k, *v, *r, *far[2];
     int64_t b, h;
-    int64_t r_head = -1;  // whose ends of r are packed, and all of r if r_kept_
-    Range seen;           // keys
-    int64_t first_value;  // the key that v starts with
-    bool v_poisoned;      // some value is not finite; v has zeros there
+    int64_t packed_head = -1;  // whose ends of r are packed, and all of r if packs_all_r_
+    Range seen;                // keys
+    int64_t first_value;       // the key that v starts with
+    bool v_not_finite;         // some value is not finite; v has zeros there
   };
 
   // How far a (batch, head) is, for all threads.
   struct Progress {
-    Unit* unit = nullptr;             // its operands
+    Operands* operands = nullptr;     // its own
     std::atomic<int64_t> begun = -1;  // how many of its blocks; -1: they are not packed yet
   };
 
   // One thread's block of queries.
   struct Scratch {
     Elem *qu, *qv;
-    T *band, *tile;  // tile: scores, where they are stored first (kApart)
+    T *band, *tile;  // tile: scores, where they are stored first (kStoreFirst)
     T* prob;         // the probabilities, but where they become elements at once
     Elem* elems;     // and where elements are not values
     Softmax<T> softmax;
@@ -78,45 +78,45 @@ class ForwardKernel {
         t_(tensors),
         pool_(pool),
         depth_(depth_of<C>(p_.D)),
-        pitch_(C::parts * depth_),
+        key_elems_(C::parts * depth_),
         q_pitch_(a_pitch<C>(depth_)),
-        columns_(round_up(p_.D, kLanes<T>)),
-        v_pitch_(C::parts * columns_),
+        channels_(round_up(p_.D, kLanes<T>)),
+        v_pitch_(C::parts * channels_),
         keys_(round_up(p_.K, kWidth)),
         block_rows_(rows_of_block(p_, pool.threads)),
-        blocks_((p_.L + block_rows_ - 1) / block_rows_),
+        blocks_(ceil_div(p_.L, block_rows_)),
         piecemeal_(blocks_ == 1),
         band_(p_, block_rows_),
-        r_kept_(keeps_r()) {}
+        packs_all_r_(packs_all_r()) {}
 
   void run() {
-    const auto unit_arrays = [&](Unit& u, auto visit) {
-      const int64_t panel = kWidth * pitch_;
-      visit(u.k, piecemeal_ ? panel : keys_ / kWidth * panel);
-      visit(u.v, (piecemeal_ ? kChunkKeys : keys_) / C::per_elem * v_pitch_);
-      visit(u.r, r_kept_ ? band_.panels * panel : panel);
-      visit(u.far_left, kLanes<Elem> * pitch_), visit(u.far_right, kLanes<Elem> * pitch_);
+    const auto operand_arrays = [&](Operands& ops, auto visit) {
+      const int64_t panel = kWidth * key_elems_;
+      visit(ops.k, piecemeal_ ? panel : keys_ / kWidth * panel);
+      visit(ops.v, (piecemeal_ ? kChunkKeys : keys_) / C::per_elem * v_pitch_);
+      visit(ops.r, packs_all_r_ ? band_.panels * panel : panel);
+      visit(ops.far[0], kLanes<Elem> * key_elems_), visit(ops.far[1], kLanes<Elem> * key_elems_);
     };
     const auto scratch_arrays = [&](Scratch& s, auto visit) {
       visit(s.qu, kBlockRows * q_pitch_), visit(s.qv, kBlockRows * q_pitch_);
-      visit(s.band, Window::kElements), visit(s.tile, kApart<C> ? kBlockRows * kWidth : 0);
+      visit(s.band, Window::kElements), visit(s.tile, kStoreFirst<C> ? kBlockRows * kWidth : 0);
       visit(s.prob, elems_at_once() ? 0 : kBlockRows * kPitch);
       visit(s.elems, C::per_elem == 1 ? 0 : kBlockRows * kElemPitch);
-      visit(s.softmax.o, kBlockRows * columns_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
+      visit(s.softmax.o, kBlockRows * channels_), visit(s.softmax.sum, kBlockRows * kLanes<T>);
       visit(s.softmax.base, kBlockRows), visit(s.softmax.limit, kBlockRows);
     };
     const int64_t units = p_.B * p_.H, threads = min(pool_.threads, units * blocks_);
-    Array<Unit> unit(min(threads, units));
+    Array<Operands> operands(min(threads, units));
     Array<Scratch> scratch(threads);
-    Arena arena(static_cast<size_t>(unit.size()) * Arena::record_bytes<Unit>(unit_arrays) +
+    Arena arena(static_cast<size_t>(operands.size()) * Arena::record_bytes<Operands>(operand_arrays) +
                 static_cast<size_t>(threads) * Arena::record_bytes<Scratch>(scratch_arrays));
-    for (Unit& u : unit) arena.take_record(u, unit_arrays);
+    for (Operands& ops : operands) arena.take_record(ops, operand_arrays);
     for (Scratch& s : scratch) arena.take_record(s, scratch_arrays);
 
     if (piecemeal_) {  // what is packed as it is used never leaves the nearest caches
       parallel_items(pool_, units, [&](int64_t item, int thread) {
-        begin(item, unit[thread]);
-        run_block(unit[thread], 0, scratch[thread]);
+        begin(item, operands[thread]);
+        run_block(operands[thread], 0, scratch[thread]);
       });
       return;
     }
@@ -126,14 +126,14 @@ class ForwardKernel {
     std::atomic<int64_t> next_unit{0}, next_place{0};
     const auto run_blocks = [&](Progress& of, Scratch& s) {
       // The later blocks of a segment see more keys: heaviest first.
-      for (int64_t x; (x = of.begun.fetch_add(1)) < blocks_;) run_block(*of.unit, blocks_ - 1 - x, s);
+      for (int64_t x; (x = of.begun.fetch_add(1)) < blocks_;) run_block(*of.operands, blocks_ - 1 - x, s);
     };
     parallel_items(pool_, threads, [&](int64_t, int thread) {
-      Unit* own = nullptr;
+      Operands* own = nullptr;
       for (int64_t item; (item = next_unit.fetch_add(1)) < units;) {
-        if (!own) own = &unit[next_place.fetch_add(1)];
+        if (!own) own = &operands[next_place.fetch_add(1)];
         pack(item, *own);
-        progress[item].unit = own;
+        progress[item].operands = own;
         progress[item].begun = 0;
         run_blocks(progress[item], scratch[thread]);
       }
@@ -150,81 +150,79 @@ class ForwardKernel {
   // near, or where threads would have none. No bit of a result depends on them.
   static int64_t rows_of_block(const Problem& p, int threads) {
     int64_t most = C::parts > 1 && p.K * p.D <= 1 << 16 ? kBlockRows / 2 : kBlockRows;
-    while (C::parts > 1 && most > 32 && p.B * p.H * ((p.L + most - 1) / most) < threads) most /= 2;
-    const int64_t blocks = max((p.L + most - 1) / most, 1);
-    return max(round_up((p.L + blocks - 1) / blocks, kTiled<C> ? C::whole : kRows), 1);
+    while (C::parts > 1 && most > 32 && p.B * p.H * ceil_div(p.L, most) < threads) most /= 2;
+    return round_up(ceil_div(p.L, ceil_div(p.L, most)), kTiled<C> ? C::whole : kRows);
   }
 
-  void begin(int64_t unit, Unit& u) const {
-    u.h = unit / p_.B, u.b = unit % p_.B;
-    u.seen = keys_of_queries(p_, p_.keys_of_batch(u.b), 0, p_.L - 1);
-    u.first_value = 0, u.v_poisoned = false;
-    if (u.r_head == u.h) return;
-    u.r_head = u.h;
-    pack_far<C>(t_.r.at<S>(0, u.h, 0), p_.D, u.far_left);
-    pack_far<C>(t_.r.at<S>(0, u.h, p_.N - 1), p_.D, u.far_right);
-    if (!r_kept_) return;
+  void begin(int64_t unit, Operands& ops) const {
+    ops.h = unit / p_.B, ops.b = unit % p_.B;
+    ops.seen = keys_of_queries(p_, p_.keys_of_batch(ops.b), 0, p_.L - 1);
+    ops.first_value = 0, ops.v_not_finite = false;
+    if (ops.packed_head == ops.h) return;
+    ops.packed_head = ops.h;
+    pack_far<C>(t_.r.at<S>(0, ops.h, 0), p_.D, ops.far[0]);
+    pack_far<C>(t_.r.at<S>(0, ops.h, p_.N - 1), p_.D, ops.far[1]);
+    if (!packs_all_r_) return;
     for (int64_t panel = 0; panel < band_.panels; ++panel)
-      pack_band_panel<C, S>(p_, t_.r, u.h, band_, panel, u.r + panel * kWidth * pitch_);
+      pack_band_panel<C, S>(p_, t_.r, ops.h, band_, panel, ops.r + panel * kWidth * key_elems_);
   }
 
   // Whether all of r is packed and kept for the batch entries of a head that a thread takes one after
   // another. Where the other operands are packed as they are used: if there are such, and r stays near.
-  bool keeps_r() const {
-    const int64_t bytes = band_.panels * kWidth * pitch_ * static_cast<int64_t>(sizeof(Elem));
-    return !piecemeal_ || (p_.B > pool_.threads && bytes <= kKeptBytes);
+  bool packs_all_r() const {
+    const int64_t bytes = band_.panels * kWidth * key_elems_ * static_cast<int64_t>(sizeof(Elem));
+    return !piecemeal_ || (p_.B > pool_.threads && bytes <= kAllRBytes);
   }
 
-  void pack(int64_t unit, Unit& u) const {
-    begin(unit, u);
-    const Range keys = {floor_to(u.seen.lo, kWidth), round_up(u.seen.hi, kWidth)};
-    for (int64_t j = keys.lo; j < keys.hi; j += kWidth) pack_keys(u, j, u.k + j * pitch_);
-    pack_values(u, keys.lo, keys.hi);
+  void pack(int64_t unit, Operands& ops) const {
+    begin(unit, ops);
+    const Range keys = {floor_to(ops.seen.lo, kWidth), round_up(ops.seen.hi, kWidth)};
+    for (int64_t j = keys.lo; j < keys.hi; j += kWidth) pack_keys(ops, j, ops.k + j * key_elems_);
+    pack_values(ops, keys.lo, keys.hi);
   }
 
-  void pack_keys(const Unit& u, int64_t j, Elem* panel) const {
+  void pack_keys(const Operands& ops, int64_t j, Elem* panel) const {
     const S* rows[kWidth];
-    for (int x = 0; x < kWidth; ++x) rows[x] = row_of_key<S>(t_.k, u.b, u.h, u.seen, j + x);
+    for (int x = 0; x < kWidth; ++x) rows[x] = row_of_key<S>(t_.k, ops.b, ops.h, ops.seen, j + x);
     pack_panel<C>(rows, p_.D, panel);
   }
 
-  void pack_values(Unit& u, int64_t lo, int64_t hi) const {
-    Vec<T> poison = {};
-    const auto row = [&](int64_t x) { return row_of_key<S>(t_.v, u.b, u.h, u.seen, lo + x); };
-    pack_rows<C, true>(hi - lo, row, p_.D, columns_, values(u, lo), poison);
-    const T sum = horizontal_sum<T>(poison);
-    u.v_poisoned |= !(sum == sum);
+  void pack_values(Operands& ops, int64_t lo, int64_t hi) const {
+    NotFinite<T> not_finite;
+    const auto row = [&](int64_t x) { return row_of_key<S>(t_.v, ops.b, ops.h, ops.seen, lo + x); };
+    pack_rows<C, true>(hi - lo, row, p_.D, channels_, values(ops, lo), not_finite);
+    ops.v_not_finite |= not_finite.any();
   }
 
-  Elem* values(const Unit& u, int64_t j) const { return u.v + (j - u.first_value) / C::per_elem * v_pitch_; }
+  Elem* values(const Operands& ops, int64_t j) const {
+    return ops.v + (j - ops.first_value) / C::per_elem * v_pitch_;
+  }
 
-  void run_block(Unit& u, int64_t index, Scratch& s) const {
+  void run_block(Operands& ops, int64_t index, Scratch& s) const {
     const TileScope tiles;
     const int64_t i0 = index * block_rows_;
     const int rows = static_cast<int>(min(block_rows_, p_.L - i0));
-    const int64_t b = u.b, h = u.h;
-    const Block block(p_, p_.keys_of_batch(b), i0, rows);
-    s.softmax.clear(rows, columns_);
+    const Block block(p_, ops.b, ops.h, i0, rows);
+    s.softmax.clear(rows, channels_);
     if (!block.keys.empty()) {
       const T factor = static_cast<T>(p_.scale * kLog2e);
-      pack_queries<C, S>(block, t_.q, t_.bias_u, b, h, factor, depth_, s.qu);
-      pack_queries<C, S>(block, t_.q, t_.bias_v, b, h, factor, depth_, s.qv);
-      Window window(s.band);
-      window.begin(block, band_, u.far_left, u.far_right, s.qv, q_pitch_, depth_);
+      pack_queries<C, S>(block, t_.q, t_.bias_u, factor, depth_, s.qu);
+      pack_queries<C, S>(block, t_.q, t_.bias_v, factor, depth_, s.qv);
+      Window window(s.band, block, band_, ops.far, s.qv, q_pitch_, depth_);
       const int64_t end = round_up(block.keys.hi, kWidth);
       // Chunks end at multiples of kChunkKeys: where they end must not depend on the block, whose size
       // depends on the number of threads, or a row's roundings would.
       for (int64_t lo = floor_to(block.keys.lo, kWidth), hi; lo < end; lo = hi) {
         hi = min(floor_to(lo, kChunkKeys) + kChunkKeys, end);
-        probabilities(block, u, window, lo, hi, s);
-        if (p_.dropout_p > 0) drop_some(block, b, h, lo, hi, s);
-        if (piecemeal_) u.first_value = lo, pack_values(u, lo, hi);
-        add_values(block, u, lo, hi, s);
+        probabilities(block, ops, window, lo, hi, s);
+        if (p_.dropout_p > 0) drop_some(block, lo, hi, s);
+        if (piecemeal_) ops.first_value = lo, pack_values(ops, lo, hi);
+        add_values(block, ops, lo, hi, s);
       }
-      if (u.v_poisoned) add_poison(block, b, h, s);
+      if (ops.v_not_finite) add_not_finite(block, s);
     }
     for (int m = 0; m < rows; ++m)
-      write_row<T, S>(p_, t_, b, h, i0 + m, s.softmax.o + m * columns_, s.softmax.base[m],
+      write_row<T, S>(p_, t_, ops.b, ops.h, i0 + m, s.softmax.o + m * channels_, s.softmax.base[m],
                       horizontal_sum<T>(load(s.softmax.sum + m * kLanes<T>)));
   }
 
@@ -232,22 +230,22 @@ class ForwardKernel {
   bool elems_at_once() const { return C::per_elem > 1 && p_.dropout_p == 0; }
 
   // Probabilities of the chunk [lo, hi), whole tiles: of all its keys, dropout comes later.
-  void probabilities(const Block& block, const Unit& u, Window& window, int64_t lo, int64_t hi,
+  void probabilities(const Block& block, const Operands& ops, Window& window, int64_t lo, int64_t hi,
                      Scratch& s) const {
     const Range in_band = band_tiles<C>(block, lo, hi);
     if (!in_band.empty())
-      window.advance(in_band.lo, in_band.hi, [&](int64_t column) {
-        if (!r_kept_) pack_band_panel<C, S>(p_, t_.r, u.h, band_, column / kWidth, u.r);
-        return u.r + (r_kept_ ? column * pitch_ : 0);
+      window.advance(in_band, [&](int64_t column) {
+        if (!packs_all_r_) pack_band_panel<C, S>(p_, t_.r, ops.h, band_, column / kWidth, ops.r);
+        return ops.r + (packs_all_r_ ? column * key_elems_ : 0);
       });
 
     for (int64_t j = lo; j < hi; j += kWidth) {
-      const bool partial = !block.all_see(j, j + kWidth);
-      if (piecemeal_) pack_keys(u, j, u.k);
-      panel_product<C>(block.rows, s.qu, q_pitch_, depth_, u.k + (piecemeal_ ? 0 : j * pitch_),
+      const bool edge = !block.all_see(j, j + kWidth);
+      if (piecemeal_) pack_keys(ops, j, ops.k);
+      panel_product<C>(block.rows, s.qu, q_pitch_, depth_, ops.k + (piecemeal_ ? 0 : j * key_elems_),
                        window.read(block.place(j, j + kWidth), j), s.tile, keys_needed(block, j),
                        [&](auto& acc, int64_t m) {
-                         if (partial) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
+                         if (edge) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
                          add_tile_to_sums(acc, m, lo, j, s);
                        });
     }
@@ -289,7 +287,7 @@ class ForwardKernel {
 
   // A row's base moves: so do its probabilities of the chunk's keys before j.
   __attribute__((noinline)) void rebase(int64_t m, T largest, int64_t lo, int64_t j, Scratch& s) const {
-    const T factor = s.softmax.rebase(m, largest, columns_);
+    const T factor = s.softmax.rebase(m, largest, channels_);
     if (factor == T{1}) return;
     if constexpr (C::per_elem > 1) {
       if (elems_at_once()) {
@@ -308,37 +306,36 @@ class ForwardKernel {
     for (int64_t x = 0; x < j - lo; ++x) s.prob[m * kPitch + x] *= factor;
   }
 
-  void drop_some(const Block& block, int64_t b, int64_t h, int64_t lo, int64_t hi, Scratch& s) const {
+  void drop_some(const Block& block, int64_t lo, int64_t hi, Scratch& s) const {
     for (int m = 0; m < block.rows; ++m) {
       T* row = s.prob + m * kPitch;
-      const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-      drop(p_, b, h, block.i0 + m, lo, max(keys.lo, lo) - lo, min(keys.hi, hi) - lo, row);
+      drop(p_, block.b, block.h, block.i0 + m, intersect(block.keys_of_row(m), {lo, hi}), lo, row);
       if constexpr (C::per_elem > 1)
         pack_along<C>(row, kPitch, 1, hi - lo, s.elems + m * kElemPitch, kElemPitch);
     }
   }
 
   // o += probabilities . v, tile by tile: all rows use its values before the next ones come.
-  void add_values(const Block& block, const Unit& u, int64_t lo, int64_t hi, Scratch& s) const {
+  void add_values(const Block& block, const Operands& ops, int64_t lo, int64_t hi, Scratch& s) const {
     const Elem* prob = s.elems;
     if constexpr (C::per_elem == 1) prob = s.prob;
     for (int64_t j = lo; j < hi; j += kValueKeys)
-      add_product<C, A::rows>(block.rows, columns_, (min(j + kValueKeys, hi) - j) / C::per_elem,
-                              prob + (j - lo) / C::per_elem, known_pitch<kElemPitch>(), values(u, j),
-                              v_pitch_, s.softmax.o, columns_, keys_needed(block, j));
+      add_product<C, A::rows>(block.rows, channels_, (min(j + kValueKeys, hi) - j) / C::per_elem,
+                              prob + (j - lo) / C::per_elem, known_pitch<kElemPitch>(), values(ops, j),
+                              v_pitch_, s.softmax.o, channels_, keys_needed(block, j));
   }
 
   // 0 * NaN is NaN: what is not finite among the values is not in the product, and added here to the rows
   // that see it.
-  void add_poison(const Block& block, int64_t b, int64_t h, Scratch& s) const {
+  void add_not_finite(const Block& block, Scratch& s) const {
     for (int64_t j = block.keys.lo; j < block.keys.hi; ++j) {
-      const S* row = t_.v.at<S>(b, h, j);
+      const S* row = t_.v.at<S>(block.b, block.h, j);
       for (int64_t d = 0; d < p_.D; ++d) {
         const T x = to_float(row[d]);
         if (x - x == 0) continue;
         for (int m = 0; m < block.rows; ++m) {
-          const Range keys = p_.keys_of_query(block.batch, block.i0 + m);
-          if (keys.lo <= j && j < keys.hi) s.softmax.o[m * columns_ + d] += x;
+          const Range keys = block.keys_of_row(m);
+          if (keys.lo <= j && j < keys.hi) s.softmax.o[m * channels_ + d] += x;
         }
       }
     }
@@ -347,10 +344,10 @@ class ForwardKernel {
   const Problem p_;
   const Forward& t_;
   const Pool& pool_;
-  const int64_t depth_, pitch_, q_pitch_, columns_, v_pitch_, keys_, block_rows_, blocks_;
+  const int64_t depth_, key_elems_, q_pitch_, channels_, v_pitch_, keys_, block_rows_, blocks_;
   const bool piecemeal_;  // operands are packed as they are used: a panel of k and of r, a chunk of v
   const BandColumns<C> band_;
-  const bool r_kept_;
+  const bool packs_all_r_;
 };
 
 }  // namespace txl::TXL_LEVEL

@@ -2,7 +2,7 @@
 // the limit: torch's product of a matrix and a vector uses one core, and not all of that.
 #pragma once
 
-#include "scores.h"
+#include "work.h"
 
 namespace txl::TXL_LEVEL {
 

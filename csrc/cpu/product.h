@@ -1,4 +1,4 @@
-// Matrix products on register tiles, and the packing of their operands.
+// Matrix products on register tiles.
 //
 //   acc[m][n] += sum_k A(m, k) * B(k, n)
 //
@@ -7,9 +7,7 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 
-#include "memory.h"
 #include "tiles.h"
 #include "util.h"
 
@@ -73,7 +71,7 @@ constexpr bool kTiled = C::whole > 1;
 
 template <class C>
 TXL_INLINE int64_t depth_of(int64_t values) {
-  return round_up((values + C::per_elem - 1) / C::per_elem, C::whole);
+  return round_up(ceil_div(values, C::per_elem), C::whole);
 }
 
 // Between rows of A of that depth: an odd number of cache lines for tiles of parts, or the rows of a tile
@@ -116,7 +114,7 @@ TXL_INLINE void add_product(int64_t rows, int64_t columns, int64_t depth, const 
       in_groups<kRows>(rows, [&](int64_t m0, auto km) {
         const Range used = needed(m0, km);
         const Range k = {max(used.lo, 0) / C::per_elem,
-                         (min(used.hi, depth * C::per_elem) + C::per_elem - 1) / C::per_elem};
+                         ceil_div(min(used.hi, depth * C::per_elem), C::per_elem)};
         if (k.empty()) return;
         add_tile<C, layout, decltype(km)::value, decltype(kn)::value>(
             a + (layout == A::rows ? m0 * lda + k.lo : m0 + k.lo * lda), lda, b + k.lo * ldb + column, ldb,
@@ -160,8 +158,8 @@ struct Store {
 };
 
 // ahead: what is brought near meanwhile, a line every kSteps; or null.
-template <class C, int kM, int kFrom, int kTo, class Pitch, class F>
-__attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitch lda, int64_t depth,
+template <class C, int kM, int kFrom, int kTo, class F>
+__attribute__((noinline)) static void panel_tile(const typename C::Elem* a, int64_t lda, int64_t depth,
                                                  const typename C::Elem* panel, const char* ahead,
                                                  const Start<typename C::Acc>& start, int64_t m0, F finish) {
   using T = typename C::Acc;
@@ -182,23 +180,23 @@ __attribute__((noinline)) static void panel_tile(const typename C::Elem* a, Pitc
 // much.
 TXL_INLINE int64_t piece_of(int64_t depth) {
   const int64_t pieces = max((depth + 32) / 64, 1);
-  return round_up((depth + pieces - 1) / pieces, kSteps);
+  return round_up(ceil_div(depth, pieces), kSteps);
 }
 
 // Whether a panel's product is stored before anything is made of it: then the next rows' products need not
 // wait for that.
 template <class C>
-constexpr bool kApart = kTiled<C> || !kLong;
+constexpr bool kStoreFirst = kTiled<C> || !kLong;
 
 // finish(acc, m) with start + A panel, some rows at a time: acc[kM][kVectors] are those from m on.
-// tile: [rows][kPanel], used where kApart. What tiles store starts at zero. needed: the columns that are
+// tile: [rows][kPanel], used where kStoreFirst. What tiles store starts at zero. needed: the columns that are
 // used; others may lack A panel. Products made of tiles do not ask.
-template <class C, class Pitch, class Needed, class F>
-TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda, int64_t depth,
+template <class C, class Needed, class F>
+TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, int64_t lda, int64_t depth,
                               const typename C::Elem* panel, const Start<typename C::Acc>& start,
                               typename C::Acc* tile, [[maybe_unused]] Needed needed, F finish) {
   using T = typename C::Acc;
-  if constexpr (kApart<C> && !std::is_same_v<F, Store<T>>) {
+  if constexpr (kStoreFirst<C> && !std::is_same_v<F, Store<T>>) {
     panel_product<C>(rows, a, lda, depth, panel, start, nullptr, needed, Store<T>{tile, kPanel<C>});
     for (int64_t m = 0; m < rows; ++m) {
       Vec<T> acc[1][kVectors];
@@ -253,225 +251,5 @@ TXL_INLINE void panel_product(int64_t rows, const typename C::Elem* a, Pitch lda
     });
   }
 }
-
-template <int kStep, class V, size_t... I>
-TXL_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
-  constexpr int kW = sizeof...(I);
-  const V lo = shuffled<((I & kStep) ? kW + I - kStep : I)...>(a, b);
-  const V hi = shuffled<((I & kStep) ? kW + I : I + kStep)...>(a, b);
-  a = lo;
-  b = hi;
-}
-
-// Transposes a square of kLanes x kLanes in registers, by halves.
-template <class E, int kStep = kLanes<E> / 2>
-TXL_INLINE void transpose(Vec<E> (&v)[kLanes<E>]) {
-  TXL_UNROLL
-  for (int i = 0; i < kLanes<E>; ++i)
-    if (!(i & kStep)) exchange<kStep>(v[i], v[i + kStep], std::make_index_sequence<kLanes<E>>{});
-  if constexpr (kStep > 1) transpose<E, kStep / 2>(v);
-}
-
-// Lane i: the sum of v[i]'s lanes. A transposition of which only the sums are kept.
-template <class T, int kStep = kLanes<T> / 2>
-TXL_INLINE Vec<T> lane_sums(Vec<T> (&v)[kLanes<T>]) {
-  TXL_UNROLL
-  for (int i = 0; i < kStep; ++i) {
-    exchange<kStep>(v[i], v[i + kStep], std::make_index_sequence<kLanes<T>>{});
-    v[i] += v[i + kStep];
-  }
-  if constexpr (kStep > 1) {
-    return lane_sums<T, kStep / 2>(v);
-  } else {
-    return v[0];
-  }
-}
-
-// A vector of a stored row of which n values are left, zeros behind them.
-template <class S>
-TXL_INLINE auto load_left(const S* p, int64_t n) {
-  using V = decltype(load_as_float(p));
-  constexpr int W = kLanes<decltype(to_float(S{}))>;
-  return n >= W ? load_as_float(p) : n > 0 ? load_some(p, static_cast<int>(n)) : V{};
-}
-
-// One panel from kPanel row pointers (null: a row of zeros).
-template <class C, class S>
-static void pack_panel(const S* const (&rows)[kPanel<C>], int64_t D, typename C::Elem* panel) {
-  using E = typename C::Elem;
-  using T = typename C::Acc;
-  constexpr int W = kLanes<E>;
-  const int64_t depth = depth_of<C>(D);
-  for (int x = 0; x < kPanel<C>; x += W)
-    for (int64_t k = 0; k < depth; k += W) {
-      const int64_t n = min(W, depth - k), d = k * C::per_elem;
-      // The next W rows, while these are turned. They are longer than a line: a stream each for the machine's
-      // own prefetching, which are too many.
-      if (kLong && x + W < kPanel<C>)
-        for (int i = 0; i < W; ++i)
-          if (rows[x + W + i]) __builtin_prefetch(rows[x + W + i] + d, 0, 3);
-      E* out = panel + k * kPanelPitch<C> + x;
-      if constexpr (C::per_elem > 1 && std::is_same_v<S, bf16>) {  // memory holds elements already
-        const int64_t left = min(W * C::per_elem, D - d);
-        Vec<E> v[W] = {};
-        for (int i = 0; i < W; ++i) {
-          E lane[W] = {};
-          if (rows[x + i])
-            memcpy(lane, rows[x + i] + d,
-                   left == W * C::per_elem ? sizeof(lane) : static_cast<size_t>(left) * sizeof(S));
-          v[i] = load(lane);
-        }
-        transpose<E>(v);
-        for (int i = 0; i < n; ++i) store(out + i * kPanelPitch<C>, v[i]);
-      } else {
-        Vec<T> v[C::per_elem][W];
-        for (int e = 0; e < C::per_elem; ++e) {
-          TXL_UNROLL
-          for (int i = 0; i < W; ++i)
-            v[e][i] = rows[x + i] ? load_left(rows[x + i] + d + e * W, D - d - e * W) : Vec<T>{};
-          transpose<T>(v[e]);
-        }
-        for (int i = 0; i < n; ++i) {
-          Vec<T> column[C::per_elem];
-          for (int e = 0; e < C::per_elem; ++e) column[e] = v[e][i];
-          store_parts(out + i * kPanelPitch<C>, kPanel<C>, C::across(column));
-        }
-      }
-    }
-}
-
-// Rows of depth elements, each from `depth` stored rows, [parts][columns] with zeros past D: the B operand of
-// a product whose depth runs over rows. row(i): row i, null for zeros; `count` of them, whole elements. If
-// values are not finite, `poison` becomes NaN; kFinite: and they zeros.
-template <class C, bool kFinite, class F>
-static void pack_rows(int64_t count, F row, int64_t D, int64_t columns, typename C::Elem* out,
-                      Vec<typename C::Acc>& poison) {
-  using T = typename C::Acc;
-  using S = std::remove_const_t<std::remove_pointer_t<decltype(row(0))>>;
-  constexpr int W = kLanes<T>;
-  for (int64_t n = 0; n < count / C::per_elem; ++n, out += C::parts * columns) {
-    const S* rows[C::per_elem];
-    for (int e = 0; e < C::per_elem; ++e) rows[e] = row(C::value(n, e));
-    for (int64_t d = 0; d < columns; d += W) {
-      Vec<T> x[C::per_elem];
-      for (int e = 0; e < C::per_elem; ++e) {
-        x[e] = rows[e] ? load_left(rows[e] + d, D - d) : Vec<T>{};
-        const Vec<T> none = x[e] - x[e];
-        poison += none;
-        if constexpr (kFinite) x[e] = none == Vec<T>{} ? x[e] : Vec<T>{};
-      }
-      if constexpr (C::per_elem > 1 && std::is_same_v<S, bf16>)
-        store(out + d, leading_pairs(x[0], x[1]));  // nothing is rounded
-      else
-        store_parts(out + d, columns, C::across(x));
-    }
-  }
-}
-
-// Elements of a matrix of values, where they are not values: those of its rows (columns: a multiple of
-// `depth` vectors is written), or of `depth` rows ([rows / depth][columns], rows of whole elements, columns
-// rounded up to a vector).
-template <class C>
-static void pack_along(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                       int64_t out_pitch) {
-  constexpr int W = kLanes<float>;
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t n = 0; n < columns; n += 2 * W)
-      store_parts(out + m * out_pitch + n / 2, part_step<C::parts>(out_pitch),
-                  C::along({load(x + m * pitch + n), load(x + m * pitch + n + W)}));
-}
-template <class C>
-static void pack_across(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                        int64_t out_pitch) {
-  for (int64_t m = 0; m < rows; m += 2)
-    for (int64_t n = 0; n < columns; n += kLanes<float>)
-      store_parts(out + m / 2 * out_pitch + n, part_step<C::parts>(out_pitch),
-                  C::across({load(x + m * pitch + n), load(x + (m + 1) * pitch + n)}));
-}
-
-// The same elements as pack_across, turned: [columns][rows / 2]; rows and columns of whole tiles.
-template <class C>
-static void pack_turned(const float* x, int64_t pitch, int64_t rows, int64_t columns, uint32_t* out,
-                        int64_t out_pitch) {
-  constexpr int W = kLanes<float>;
-  for (int64_t m = 0; m < rows; m += 2 * W)
-    for (int64_t n = 0; n < columns; n += W) {
-      Vec<uint32_t> v[C::parts][W];
-      TXL_UNROLL
-      for (int i = 0; i < W; ++i) {
-        const auto pairs =
-            C::across({load(x + (m + 2 * i) * pitch + n), load(x + (m + 2 * i + 1) * pitch + n)});
-        for (int part = 0; part < C::parts; ++part) v[part][i] = pairs.part[part];
-      }
-      for (int part = 0; part < C::parts; ++part) {
-        transpose<uint32_t>(v[part]);
-        uint32_t* turned = out + n * out_pitch + part * part_step<C::parts>(out_pitch) + m / 2;
-        TXL_UNROLL
-        for (int i = 0; i < W; ++i) store(turned + i * out_pitch, v[part][i]);
-      }
-    }
-}
-
-// A fixed number of small records. (std::vector would do, but its functions are shared between the objects of
-// all levels.)
-template <typename T>
-class Array {
- public:
-  explicit Array(int64_t size) : data_(new T[static_cast<size_t>(size)]()), size_(size) {}
-  ~Array() { delete[] data_; }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  T& operator[](int64_t i) { return data_[i]; }
-  const T& operator[](int64_t i) const { return data_[i]; }
-  T* begin() const { return data_; }
-  T* end() const { return data_ + size_; }
-  int64_t size() const { return size_; }
-
- private:
-  T* data_;
-  int64_t size_;
-};
-
-// A block of memory for one call, carved into arrays that start on cache lines.
-class Arena {
- public:
-  explicit Arena(size_t bytes) : memory_(bytes), next_(memory_.data) {}
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  template <typename T>
-  T* take(int64_t count) {
-    T* p = reinterpret_cast<T*>(next_);
-    next_ += bytes<T>(count);
-    return p;
-  }
-  template <typename T>
-  static size_t bytes(int64_t count) {
-    return (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-  }
-
-  // A thread's record of arrays, listed once: `list(record, visit)` calls visit(pointer, count) for each of
-  // its arrays. Far from other records: what a core stores row by row, at a stride of kilobytes, makes it
-  // fetch that many rows more, for itself alone, and a neighbour's arrays would be taken from their thread.
-  template <class Record, class List>
-  static size_t record_bytes(List list) {
-    Record record{};
-    size_t total = kApartBytes;
-    list(record,
-         [&](auto*& p, int64_t count) { total += bytes<std::remove_reference_t<decltype(*p)>>(count); });
-    return total;
-  }
-  template <class Record, class List>
-  void take_record(Record& record, List list) {
-    next_ += kApartBytes;
-    list(record, [&](auto*& p, int64_t count) { p = take<std::remove_reference_t<decltype(*p)>>(count); });
-  }
-
- private:
-  static constexpr size_t kApartBytes = 128 << 10;
-
-  Memory memory_;
-  char* next_;
-};
 
 }  // namespace txl::TXL_LEVEL

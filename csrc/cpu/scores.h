@@ -1,78 +1,30 @@
-// What forward and backward share: work items on the caller's threads, packed queries, a tile of scores,
-// masks and dropout.
+// What forward and backward share: packed queries, masks of tiles, the rows of a result.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 
+#include "arena.h"
 #include "band.h"
-#include "cpu.h"
+#include "dropout_mask.h"
+#include "work.h"
 
 namespace txl::TXL_LEVEL {
 
 constexpr double kLog2e = 1.4426950408889634074, kLn2 = 0.6931471805599453094;
 
-// Runs f(item, thread) for every item on the caller's pool, items in order of growing number.
-template <class F>
-TXL_INLINE void parallel_items(const Pool& pool, int64_t items, F f) {
-  if (items == 0) return;
-  struct Context {
-    F& f;
-    int64_t items;
-    std::atomic<int64_t> next{0};
-  } context{f, items};
-  pool.run(
-      static_cast<int>(min(pool.threads, items)),
-      [](void* c, int thread) {
-        Context& ctx = *static_cast<Context*>(c);
-        for (int64_t i; (i = ctx.next.fetch_add(1, std::memory_order_relaxed)) < ctx.items;) ctx.f(i, thread);
-      },
-      &context);
-}
-
-// Philox words of one query for the keys of one DropoutMask group, in key order.
-static inline void dropout_words(uint64_t seed, int64_t b, int64_t h, int64_t i, int64_t group,
-                                 uint32_t (&word)[DropoutMask::kGroup]) {
-  using V = Vec<uint32_t>;
-  for (int x = 0; x < DropoutMask::kCalls; x += kLanes<uint32_t>) {
-    V c[4] = {lane_index<uint32_t>() + static_cast<uint32_t>(group * DropoutMask::kCalls + x),
-              splat(static_cast<uint32_t>(i)), splat(static_cast<uint32_t>(h)),
-              splat(static_cast<uint32_t>(b))};
-    Philox::rounds(c, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                   [](V v, uint32_t m, V& lo, V& hi) { multiply_wide(v, m, lo, hi); });
-    for (int w = 0; w < 4; ++w) store(word + w * DropoutMask::kCalls + x, c[w]);
-  }
-}
-
-// Zeroes the entries of x[lo, hi), which belong to keys `key0 + index`, that dropout takes away.
-template <typename T>
-static void drop(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key0, int64_t lo, int64_t hi,
-                 T* x) {
-  uint32_t word[DropoutMask::kGroup];
-  for (int64_t j = key0 + lo; j < key0 + hi;) {
-    const int64_t group = j / DropoutMask::kGroup, first = group * DropoutMask::kGroup;
-    const int64_t count = min(first + DropoutMask::kGroup, key0 + hi) - j;
-    dropout_words(static_cast<uint64_t>(*p.dropout_seed), b, h, i, group, word);
-    const uint32_t* w = word + (j - first);
-    T* y = x + (j - key0);
-    for (int64_t n = 0; n < count; ++n) y[n] = w[n] < p.dropout_threshold ? T{} : y[n];
-    j += count;
-  }
-}
-
 // (q + bias) * factor of the rows of a block as elements, `depth` of each part; zero for rows that see
 // nothing.
 template <class C, class S>
-static void pack_queries(const Block& block, const View& q, const View& bias, int64_t b, int64_t h,
-                         typename C::Acc factor, int64_t depth, typename C::Elem* out) {
+static void pack_queries(const Block& block, const View& q, const View& bias, typename C::Acc factor,
+                         int64_t depth, typename C::Elem* out) {
   using T = typename C::Acc;
   using Elem = typename C::Elem;
   constexpr int W = kLanes<T>;
   const int64_t D = block.p.D;
-  const S* u = bias.data ? bias.at<S>(0, h, 0) : nullptr;
+  const S* u = bias.data ? bias.at<S>(0, block.h, 0) : nullptr;
   for (int m = 0; m < block.rows; ++m, out += a_pitch<C>(depth)) {
-    const S* row = q.at<S>(b, h, block.i0 + m);
-    if (block.p.keys_of_query(block.batch, block.i0 + m).empty()) {
+    const S* row = q.at<S>(block.b, block.h, block.i0 + m);
+    if (block.keys_of_row(m).empty()) {
       memset(out, 0, static_cast<size_t>(C::parts * depth) * sizeof(Elem));
       continue;
     }
@@ -99,7 +51,7 @@ TXL_INLINE void mask_tile(Vec<T> (&acc)[kM][kN], const Block& block, int64_t m0,
   const Vec<Int<T>> lane = lane_index<Int<T>>();
   TXL_UNROLL
   for (int m = 0; m < kM; ++m) {
-    const Range keys = block.p.keys_of_query(block.batch, block.i0 + m0 + m);
+    const Range keys = block.keys_of_row(m0 + m);
     const Int<T> lo = static_cast<Int<T>>(min(max(keys.lo - tile_key, 0), kN * kLanes<T>));
     const Int<T> hi = static_cast<Int<T>>(min(max(keys.hi - tile_key, 0), kN * kLanes<T>));
     TXL_UNROLL
