@@ -58,20 +58,57 @@ def test_no_frames():
         assert grad.shape == x.shape and not grad.any()
 
 
-def test_what_is_refused():
-    q, k, v, r, *_ = problem(15, 9)
-    for chunk, left in ((0, 3), (3, -1)):
-        with pytest.raises(ValueError, match=rf"chunk, left: got {chunk}, {left}, needs at least 1 and 0"):
-            attention_in_chunks(q, k, v, r, chunk=chunk, left=left)
-    with pytest.raises(ValueError, match="q, k, v: got 14, 15, 15 frames"):
-        attention_in_chunks(q[:, :, 1:], k, v, r, chunk=3, left=3)
+def test_a_range_beyond_the_frames_is_clamped():
+    """As `rel_attention` does: what is padded there exists for nobody."""
+    inputs = problem(7, 7)
+    for given, meant in (([0, 8], [0, 7]), ([-1, 7], [0, 7]), ([-5, 400], [0, 7]), ([6, 2], [0, 0])):
+        given, meant = (torch.tensor([x] * B, dtype=torch.int32) for x in (given, meant))
+        out = attention_in_chunks(*inputs, chunk=2, left=4, key_range=given)
+        assert torch.equal(out, attention_in_chunks(*inputs, chunk=2, left=4, key_range=meant))
 
 
-def test_compiled():
-    class Layer(nn.Module):
-        def forward(self, q, k, v, r):
-            return attention_in_chunks(q, k, v, r, chunk=3, left=4)
+int32 = dict(dtype=torch.int32)
 
-    q, k, v, r, *_ = (x.detach() for x in problem(15, 9))
-    out = torch.compile(Layer(), fullgraph=True)(q, k, v, r)
-    torch.testing.assert_close(out, attention_in_chunks(q, k, v, r, chunk=3, left=4))
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(chunk=0), ValueError, "chunk: got 0, needs at least 1"),
+        (dict(chunk=3.0), TypeError, "chunk: got 3.0 of type float, needs an int"),
+        (dict(left=-1), ValueError, "left: got -1, needs at least 0"),
+        (dict(q=torch.ones(B, H, 14, D)), ValueError, r"q, k, v: got shapes \[2, 2, 14, 8\], \[2, 2, 15,"),
+        (dict(q=torch.ones(H, 15, D)), ValueError, r"q, k, v: got shapes \[2, 15, 8\], .*, needs \[B, H, T"),
+        (dict(r=torch.ones(H, 29, D)), ValueError, "r: got 29 rows, needs left .* = 8, or else r_zero"),
+        (dict(key_range=[[0, 15]] * B), TypeError, "key_range: got .* of type list"),
+        (dict(key_range=torch.tensor([15, 15], **int32)), ValueError, r"key_range: .* needs \[2, 2\]"),
+        (dict(key_range=torch.tensor([[0, 15]], **int32)), ValueError, r"key_range: .* needs \[2, 2\]"),
+        (dict(key_range=torch.tensor([[0, 15]] * B)), TypeError, "key_range: got torch.int64"),
+    ],
+)
+def test_what_is_refused(change, error, message):
+    q, k, v, r, *_ = problem(15, 8)
+    with pytest.raises(error, match=message):
+        attention_in_chunks(**(dict(q=q, k=k, v=v, r=r, chunk=3, left=3) | change))
+
+
+class Layer(nn.Module):
+    def forward(self, q, k, v, r):
+        return attention_in_chunks(q, k, v, r, chunk=3, left=4)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    layer = torch.compile(Layer(), fullgraph=True, dynamic=dynamic)
+    for T in (15, 13, 12):
+        q, k, v, r, *_ = (x.detach() for x in problem(T, 9))
+        torch.testing.assert_close(layer(q, k, v, r), attention_in_chunks(q, k, v, r, chunk=3, left=4))
+
+
+@pytest.mark.parametrize("traced", [15, 13])
+def test_exported_for_other_numbers_of_frames(traced):
+    auto = {2: torch.export.Dim.AUTO}
+    inputs = tuple(x.detach() for x in problem(traced, 9)[:4])
+    program = torch.export.export(Layer(), inputs, dynamic_shapes=(auto, auto, auto, None)).module()
+    for T in (3, 4, 12, 13, 15, 40):
+        q, k, v, r, *_ = (x.detach() for x in problem(T, 9))
+        torch.testing.assert_close(program(q, k, v, r), attention_in_chunks(q, k, v, r, chunk=3, left=4))

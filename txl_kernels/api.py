@@ -221,7 +221,7 @@ def rel_attention(
     if r_zero is None:
         r_zero = reference.default_r_zero(causal, N, L)
     if scale is None:
-        scale = D**-0.5
+        scale = torch.sym_float(D) ** -0.5  # a number also where torch.jit.trace has tensors for sizes
     seed = philox.seed_tensor(dropout_seed, device) if dropout_p > 0 else None
 
     if backend == registry.REFERENCE:
@@ -339,7 +339,13 @@ def _check_tensors(
     if bias_v is not None:
         _check_small("bias_v", bias_v, H, D, dtype, device, q)
     if key_range is not None:
-        _check_small("key_range", key_range, B, 2, torch.int32, device, q)
+        check_key_range(key_range, q)
+
+
+def check_key_range(key_range: Tensor, q: Tensor) -> None:
+    if not isinstance(key_range, Tensor):
+        raise TypeError(f"key_range: got {_kind(key_range)}, needs a tensor or None")
+    _check_small("key_range", key_range, q.shape[0], 2, torch.int32, q.device, q)
 
 
 def _check_small(

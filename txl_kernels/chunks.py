@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from txl_kernels.api import rel_attention
+from txl_kernels.api import check_key_range, rel_attention
 
 
 def attention_in_chunks(
@@ -28,7 +28,7 @@ def attention_in_chunks(
     """`rel_attention` of frames that see all of their own chunk and `left` frames before it.
 
     Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call. That
-    takes a copy of k and v of 1 + left / chunk times their size.
+    takes a copy of k and v of 1 + left / chunk times their size. `torch.export` takes T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].
@@ -36,38 +36,49 @@ def attention_in_chunks(
         bias_u, bias_v, scale, dropout_p, backend: as in `rel_attention`.
         chunk: frames of a chunk, 1 or more; the last one may be shorter.
         left: frames seen before the chunk, 0 or more.
-        r_zero: None: left + chunk - 1, so that N = left + 2 chunk - 1 rows hold all distances.
-        key_range: [B, 2] int32, the frames that exist. None: all.
+        r_zero: None: left + chunk - 1; N is then left + 2 chunk - 1, a row for each distance.
+        key_range: [B, 2] int32, the frames that exist, clamped to [0, T]. None: all.
 
     Returns:
         [B, H, T, D]. 0 where nothing that a frame would see exists.
 
     Raises:
-        ValueError: chunk or left is out of range, or q, k and v have not the same length.
+        TypeError, ValueError: an argument is not what is asked for above, or q, k and v are not of one shape.
         What `rel_attention` raises.
     """
-    if chunk < 1 or left < 0:
-        raise ValueError(f"chunk, left: got {chunk}, {left}, needs at least 1 and 0")
-    if not q.shape[2] == k.shape[2] == v.shape[2]:
-        given = ", ".join(str(x.shape[2]) for x in (q, k, v))
-        raise ValueError(f"q, k, v: got {given} frames, needs the same number in all")
+    for name, number, least in (("chunk", chunk, 1), ("left", left, 0)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, needs an int")
+        if number < least:
+            raise ValueError(f"{name}: got {number}, needs at least {least}")
+    if q.dim() != 4 or not q.shape == k.shape == v.shape:
+        given = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v: got shapes {given}, needs [B, H, T, D], the same of all")
+    rows = left + 2 * chunk - 1
+    if r_zero is None and r.dim() == 3 and r.shape[1] != rows:
+        raise ValueError(
+            f"r: got {r.shape[1]} rows, needs left + 2 chunk - 1 = {rows}, or else r_zero, distance 0's row"
+        )
     B, T = q.shape[0], q.shape[2]
-    n = max(-(-T // chunk), 1)
+    n = T // chunk + 1  # the last one is never whole: one graph serves every T from `chunk` on
     behind = n * chunk - T
 
-    def of_chunks(x: Tensor) -> Tensor:
-        """[B n, H, left + chunk, D]"""
-        x = F.pad(x, (0, 0, left, behind)).unfold(2, left + chunk, chunk)
+    def of_chunks(x: Tensor, before: int) -> Tensor:
+        """Each with the frames before it: [B n, H, before + chunk, D]."""
+        x = F.pad(x, (0, 0, before, behind)).unfold(2, before + chunk, chunk)
         return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
 
     start = left - chunk * torch.arange(n, device=q.device)  # where frame 0 is among the keys of a chunk
     if key_range is None:  # [0, T], made where q is
         key_range = T * torch.arange(2, device=q.device)[None]
+    else:
+        check_key_range(key_range, q)
+        key_range = key_range.clamp(0, T)
     exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B or 1, n, 2]
     out = rel_attention(
-        F.pad(q, (0, 0, 0, behind)).unflatten(2, (n, chunk)).transpose(1, 2).flatten(0, 1),
-        of_chunks(k),
-        of_chunks(v),
+        of_chunks(q, 0),
+        of_chunks(k, left),
+        of_chunks(v, left),
         r,
         bias_u,
         bias_v,
@@ -78,4 +89,4 @@ def attention_in_chunks(
         dropout_p=dropout_p,
         backend=backend,
     )
-    return out.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+    return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
