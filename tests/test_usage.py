@@ -95,10 +95,9 @@ def test_resets(document):
             first = 4 - int(remembered[b])
             for step in range(i + 1):
                 first = 4 + step if begins[b, step] else first
-            keys = slice(first, 4 + i + 1)
-            alone = rel_attention(
-                q[b : b + 1, :, i : i + 1], k[b : b + 1, :, keys], v[b : b + 1, :, keys], r, u, w
-            )
+            own_q, own_k, own_v = q[b : b + 1, :, i : i + 1], k[b : b + 1], v[b : b + 1]
+            own_k, own_v = (x[:, :, first : 4 + i + 1] for x in (own_k, own_v))
+            alone = rel_attention(own_q, own_k, own_v, r, u, w)
             torch.testing.assert_close(out[b, :, i], alone[0, :, 0])
 
 
@@ -123,7 +122,10 @@ def test_embeddings_of_music_transformer():
 def test_a_bias_for_each_distance():
     q, k, v, *_ = tensors(2, 7, 7, 1)
     bias = torch.randn(2, 13, dtype=torch.float64)  # of distances 6, ..., -6
-    channel = lambda x, value: torch.cat([x, torch.full_like(x[..., :1], value)], -1)  # noqa: E731
+
+    def channel(x, value):
+        return torch.cat([x, torch.full_like(x[..., :1], value)], -1)
+
     nothing = torch.zeros(2, 13, 8, dtype=torch.float64)
     out = rel_attention(
         *(channel(x, 0.0) for x in (q, k, v)),
