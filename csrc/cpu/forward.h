@@ -194,6 +194,17 @@ class ForwardKernel {
     ops.v_not_finite |= not_finite.any();
   }
 
+  // Where the panel of keys from j on is, and that of band columns: packed now, or long ago.
+  const Elem* key_panel(const Operands& ops, int64_t j) const {
+    if (!piecemeal_) return ops.k + j * key_elems_;
+    pack_keys(ops, j, ops.k);
+    return ops.k;
+  }
+  const Elem* band_panel(const Operands& ops, int64_t column) const {
+    if (packs_all_r_) return ops.r + column * key_elems_;
+    pack_band_panel<C, S>(p_, t_.r, ops.h, band_, column / kWidth, ops.r);
+    return ops.r;
+  }
   Elem* values(const Operands& ops, int64_t j) const {
     return ops.v + (j - ops.first_value) / C::per_elem * v_pitch_;
   }
@@ -233,16 +244,11 @@ class ForwardKernel {
   void probabilities(const Block& block, const Operands& ops, Window& window, int64_t lo, int64_t hi,
                      Scratch& s) const {
     const Range in_band = band_tiles<C>(block, lo, hi);
-    if (!in_band.empty())
-      window.advance(in_band, [&](int64_t column) {
-        if (!packs_all_r_) pack_band_panel<C, S>(p_, t_.r, ops.h, band_, column / kWidth, ops.r);
-        return ops.r + (packs_all_r_ ? column * key_elems_ : 0);
-      });
+    if (!in_band.empty()) window.advance(in_band, [&](int64_t column) { return band_panel(ops, column); });
 
     for (int64_t j = lo; j < hi; j += kWidth) {
       const bool edge = !block.all_see(j, j + kWidth);
-      if (piecemeal_) pack_keys(ops, j, ops.k);
-      panel_product<C>(block.rows, s.qu, q_pitch_, depth_, ops.k + (piecemeal_ ? 0 : j * key_elems_),
+      panel_product<C>(block.rows, s.qu, q_pitch_, depth_, key_panel(ops, j),
                        window.read(block.place(j, j + kWidth), j), s.tile, keys_needed(block, j),
                        [&](auto& acc, int64_t m) {
                          if (edge) mask_tile<T>(acc, block, m, j, -static_cast<T>(INFINITY));
