@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from txl_kernels import cpu
 from txl_kernels.integrations import use_rel_attention
-from txl_kernels.integrations.masks import padding
+from txl_kernels.integrations.masks import Seen, padding, seen
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason="the C++ kernels are not built")
 
@@ -222,3 +222,50 @@ def test_layers_that_compute_something_else_are_left_alone(kind, model):
     model.other = kind()
     assert use_rel_attention(model) == 2
     assert type(model.other) is kind
+
+
+# ---- What is found in a mask -----------------------------------------------------------------------
+
+
+def visible(sees, length=9, T=9):
+    """[1, T, T] of a function of query and key, padding from `length` on hidden from all."""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    return (sees(i, j) & (j < length))[None]
+
+
+@pytest.mark.parametrize("padding_sees", [False, True])
+@pytest.mark.parametrize("length", [9, 7])
+@pytest.mark.parametrize(
+    "sees, expected",
+    [
+        (lambda i, j: (i - j <= 3) & (j - i <= 1), dict(window=(3, 1))),
+        (lambda i, j: (i - j <= 3) & (j <= i), dict(window=(3, 0))),
+        (lambda i, j: (j >= i // 3 * 3 - 2) & (j < i // 3 * 3 + 3), dict(chunk=3, left=2)),
+        (lambda i, j: (j >= i // 2 * 2) & (j < i // 2 * 2 + 2), dict(chunk=2, left=0)),
+    ],
+    ids=["context", "causal context", "chunks", "chunks alone"],
+)
+def test_context_and_chunks_are_found(sees, expected, length, padding_sees):
+    """NeMo's padding sees nothing, Nemotron's what there is in its chunk and before."""
+    mask = visible(sees, length)
+    if not padding_sees:
+        mask[:, length:] = False
+    found = seen(mask, 1, 9)
+    assert found.key_range.tolist() == [[0, length]]
+    assert found == Seen(found.key_range, **expected)
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda i, j: j < i,  # no query sees itself
+        lambda i, j: (i - j <= 2) & (j <= i) & (j != 4),
+        lambda i, j: (j <= i) & (i != 4),
+        lambda i, j: (i - j) % 2 == 0,
+        lambda i, j: (j <= i + 1) & ((i < 5) | (j > 1)),
+    ],
+    ids=["strictly causal", "hole among keys", "hole among queries", "every other", "two windows"],
+)
+def test_other_patterns_are_refused(sees):
+    with pytest.raises(ValueError, match=r"attention_mask: .* this mask hides other keys"):
+        seen(visible(sees), 1, 9)

@@ -61,6 +61,31 @@ def parakeet(**changed):
     return transformers.ParakeetEncoder(config), call
 
 
+def nemotron(**changed):
+    """In chunks of 3 frames that see 6 before: the mask is made for all frames at once."""
+    if not hasattr(transformers, "NemotronAsrStreamingEncoder"):
+        pytest.skip("this version of transformers has no Nemotron")
+    config = transformers.NemotronAsrStreamingEncoderConfig(
+        **{
+            **CONFORMER,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
+            "sliding_window": 7,
+            "default_num_lookahead_tokens": 2,
+            "attn_implementation": "sdpa",
+            **changed,
+        }
+    )
+    steps = 8 * T
+
+    def call(model, padding):
+        out = model(speech(steps, 16), attention_mask=padded(steps) if padding else None)
+        kept = torch.ones(out.last_hidden_state.shape[:2]) if not padding else out.attention_mask
+        return out.last_hidden_state[kept.bool()]
+
+    return transformers.NemotronAsrStreamingEncoder(config), call
+
+
 def of_encoder(encoder):
     """An encoder over hidden states, taken out of a model that begins with convolutions."""
 
@@ -154,6 +179,7 @@ def xlnet_with_memory():
 
 MODELS = (
     parakeet,
+    nemotron,
     wav2vec2_conformer,
     wav2vec2_bert,
     seamless_m4t,
@@ -197,6 +223,30 @@ def test_same_numbers_as_their_own(build, padding):
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-8, atol=1e-10 * largest, msg=name)
     assert ours.state_dict().keys() == model.state_dict().keys()
+
+
+def test_nemotron_in_streaming():
+    """Chunk by chunk, with what it remembers of frames and of convolutions."""
+    model, _ = prepared(nemotron)
+    ours = copy.deepcopy(model)
+    use_rel_attention(ours)
+    frames, results = speech(8 * 3 * 7, 16), []
+    for one in (model, ours):
+        given, outs = {"use_cache": True}, []
+        for chunk in frames.split(8 * 3, 1):
+            out = one(chunk, **given)
+            given |= {"cache": out.cache, "padding_cache": out.padding_cache}
+            outs.append(out.last_hidden_state)
+        results.append(torch.cat(outs, 1))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+def test_nemotrons_eager_mask_is_read_as_it_was_made():
+    model, call = prepared(nemotron)
+    eager = copy.deepcopy(model)
+    eager.config._attn_implementation = "eager"
+    use_rel_attention(eager)
+    torch.testing.assert_close(call(eager, True), call(model, True), rtol=1e-9, atol=1e-9)
 
 
 def test_their_attention_is_not_called(monkeypatch):

@@ -28,8 +28,9 @@ def use_rel_attention(model: nn.Module) -> int:
     Changes the model in place, for inference and for training; its weights load and save as before. Layers
     that are served:
 
-    - transformers 5: those of Parakeet, FastSpeech2-Conformer, XLNet (attn_type="bi" without bi_data) and,
-      with position_embeddings_type="relative", of Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T's speech
+    - transformers 5: those of Parakeet, Nemotron streaming speech recognition (also with a cache),
+      FastSpeech2-Conformer, XLNet (attn_type="bi" without bi_data) and, with
+      position_embeddings_type="relative", of Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T's speech
       encoder;
     - ESPnet: RelPositionMultiHeadedAttention (Conformer, Branchformer, E-Branchformer; not the legacy one);
     - NeMo: RelPositionMultiHeadAttention (Conformer, FastConformer; not the local one), also with a cache,

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from txl_kernels.api import rel_attention
-from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined
-from txl_kernels.integrations.masks import Seen, padding, read_conformer_mask
+from txl_kernels.integrations.layer import (
+    Served,
+    attention,
+    espnet_attention,
+    heads,
+    rows_of_positions,
+)
+from txl_kernels.integrations.masks import Seen, padding, read_conformer_mask, seen
 
 # ---- Masks -------------------------------------------------------------------------------------------------
 
@@ -21,6 +27,13 @@ def _read_parakeet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _read_wav2vec2_mask = padding(read_conformer_mask)
+
+
+def _read_nemotron_mask(mask: Tensor, batch: int, keys: int) -> Seen:
+    """mask: true where a query may see a key, [B, 1, L, K]; or, for eager attention, 0 there, which its own
+    layer takes the wrong way round (5.24).
+    """
+    return seen(mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0, batch, keys)
 
 
 @padding
@@ -69,20 +82,48 @@ def _parakeet(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    n_head, groups = layer.config.num_attention_heads, layer.num_key_value_groups
-    out = rel_attention(
-        heads(layer.q_proj(hidden_states), n_head),
-        heads(layer.k_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
-        heads(layer.v_proj(hidden_states), n_head // groups).repeat_interleave(groups, 1),
-        heads(layer.relative_k_proj(position_embeddings[0]), n_head),
+    key_range = layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_parakeet_mask)
+    q, k, v = _parakeet_heads(layer, hidden_states)
+    return _like_parakeet(layer, q, k, v, position_embeddings, Seen(key_range))
+
+
+def _nemotron(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = _parakeet_heads(layer, hidden_states)
+    if cache is not None:
+        k, v = cache.update(k, v, layer.layer_idx, kwargs=kwargs)
+    shown = layer._txl_masks.of(layer, attention_mask, len(k), k.shape[2], _read_nemotron_mask)
+    return _like_parakeet(layer, q, k, v, position_embeddings, shown)
+
+
+def _parakeet_heads(layer: Any, hidden_states: Tensor) -> list[Tensor]:
+    """q, k, v."""
+    projections = layer.q_proj, layer.k_proj, layer.v_proj
+    return [heads(project(hidden_states), project.out_features // layer.head_dim) for project in projections]
+
+
+def _like_parakeet(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, shown: Seen | None
+) -> tuple[Tensor, None]:
+    out = attention(
+        q,
+        k.repeat_interleave(layer.num_key_value_groups, 1),
+        v.repeat_interleave(layer.num_key_value_groups, 1),
+        rows_of_positions(positions[:1], k.shape[2]),  # the same for the whole batch
+        layer.relative_k_proj,
         layer.bias_u,
         layer.bias_v,
-        causal=False,
-        key_range=layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_parakeet_mask),
+        shown,
         scale=layer.scaling,
         dropout_p=layer.attention_dropout if layer.training else 0.0,
     )
-    return layer.o_proj(joined(out)), None
+    return layer.o_proj(out), None
 
 
 def _wav2vec2_conformer(
@@ -151,6 +192,7 @@ def _xlnet(
 
 LAYERS = {
     "ParakeetEncoderAttention": Served("forward", _parakeet),
+    "NemotronAsrStreamingEncoderAttention": Served("forward", _nemotron),
     "FastSpeech2ConformerAttention": Served("forward", _fastspeech2),
     "Wav2Vec2ConformerSelfAttention": Served("forward", _wav2vec2_conformer),
     "Wav2Vec2BertSelfAttention": Served("forward", _wav2vec2_conformer),

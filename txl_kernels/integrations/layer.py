@@ -27,22 +27,37 @@ def espnet_attention(
 
     q: [B, H, L, D]; k, v: [B, H, K, D]; positions: [1, 2 K - 1, C], furthest first. Returns [B, L, C].
     """
-    keys, seen = k.shape[2], seen or Seen()
-    rows, r_zero = rows_of_positions(positions, keys), keys - 1
-    if seen.chunk:  # of 2 K - 1 rows only those of distances that chunks have
-        first = max(keys - seen.left - seen.chunk, 0)
+    rows = rows_of_positions(positions, k.shape[2])
+    biases = layer.pos_bias_u, layer.pos_bias_v
+    dropout_p = layer.dropout.p if layer.training else 0.0
+    return layer.linear_out(attention(q, k, v, rows, layer.linear_pos, *biases, seen, dropout_p=dropout_p))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    project: Callable[[Tensor], Tensor],
+    bias_u: Tensor,
+    bias_v: Tensor,
+    seen: Seen | None,
+    **options: Any,
+) -> Tensor:
+    """Attention in both directions to what is seen, [B, L, H D]. `project` makes r of rows, [2 K - 1, C], the
+    positions' embeddings.
+    """
+    r_zero, seen = k.shape[2] - 1, seen or Seen()
+    if seen.chunk:  # only the rows of distances that chunks have
+        first = max(r_zero + 1 - seen.left - seen.chunk, 0)
         rows, r_zero = rows[first : r_zero + seen.chunk], r_zero - first
-    tensors = q, k, v, heads(layer.linear_pos(rows), q.shape[1]), layer.pos_bias_u, layer.pos_bias_v
-    options: dict[str, Any] = {
-        "r_zero": r_zero,
-        "key_range": seen.key_range,
-        "dropout_p": layer.dropout.p if layer.training else 0.0,
-    }
+    tensors = q, k, v, heads(project(rows), q.shape[1]), bias_u, bias_v
+    options |= {"r_zero": r_zero, "key_range": seen.key_range}
     if seen.chunk:
         out = attention_in_chunks(*tensors, chunk=seen.chunk, left=seen.left, **options)
     else:
         out = rel_attention(*tensors, causal=False, window_size=seen.window, **options)
-    return layer.linear_out(joined(out))
+    return joined(out)
 
 
 def rows_of_positions(positions: Tensor | None, keys: int) -> Tensor:

@@ -60,8 +60,8 @@ class Masks:
 
 _OTHER_MASK = (
     "attention_mask: the fused attention knows padding before and behind a sequence's keys (memory "
-    "included), the same for all queries, and of ESPnet and NeMo, not compiled, limited context and chunks; "
-    "this mask hides other keys (so do most perm_masks of XLNet)"
+    "included), the same for all queries, and of ESPnet, NeMo and Nemotron, not compiled, limited context "
+    "and chunks; this mask hides other keys (so do most perm_masks of XLNet)"
 )
 
 
@@ -133,21 +133,24 @@ def seen(visible: Tensor, batch: int, keys: int) -> Seen:
     key_range, is_padding = _key_range(visible, batch, keys, *_read_visible(visible))
     if is_padding:
         return Seen(key_range)
-    exist = visible.diagonal(dim1=1, dim2=2)
-    key_range, is_run = _key_range(visible, batch, keys, exist, torch.ones_like(is_padding))
-    pairs = exist[:, :, None] & exist[:, None]
+    # Padding is what nobody sees; what it sees means nothing. All others see themselves.
+    exist = visible.any(1)
+    see_themselves = (visible.diagonal(dim1=1, dim2=2) == exist).all()
+    key_range, is_run = _key_range(visible, batch, keys, exist, see_themselves)
+    keys_exist, at_padding = exist[:, None], ~exist[:, :, None]
     shown = visible.any(0)
     j = torch.arange(keys, device=visible.device)
     i = j[:, None]
     behind = (i - j)[shown]
     left, right = int(behind.max()), -int(behind.min())
-    if is_run and (visible == (pairs & (i - j <= left) & (j - i <= right))).all():
+    in_window = visible == (keys_exist & (i - j <= left) & (j - i <= right))
+    if is_run and (in_window | at_padding).all():
         return Seen(key_range, (left, right))
     chunk = int(shown[0].sum())
     if is_run and chunk:
         first = i // chunk * chunk
         left = int((first - j)[shown].max())
-        in_chunks = (pairs & (j >= first - left) & (j < first + chunk)) == visible
-        if left + chunk <= _MOST_COPIES * chunk and in_chunks.all():
+        in_chunks = visible == (keys_exist & (j >= first - left) & (j < first + chunk))
+        if left + chunk <= _MOST_COPIES * chunk and (in_chunks | at_padding).all():
             return Seen(key_range, chunk=chunk, left=left)
     raise ValueError(_OTHER_MASK)
