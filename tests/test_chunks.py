@@ -44,6 +44,45 @@ def test_as_by_a_mask(chunk, left, T, ranges):
         torch.testing.assert_close(got, grad)
 
 
+@pytest.mark.parametrize("left", [124, 400])
+def test_gradients_that_many_chunks_add_to(left):
+    """In bfloat16 they are added up in float32: their error is no more than of the roundings of one chunk."""
+    torch.manual_seed(0)
+    tensors = [x.bfloat16().requires_grad_() for x in torch.randn(3, 1, 1, 640, 16)]
+    r, dout = torch.randn(1, left + 7, 16).bfloat16(), torch.randn(1, 1, 640, 16).bfloat16()
+
+    def gradients(dtype):
+        q, k, v, rows = (x.to(dtype) for x in (*tensors, r))
+        out = attention_in_chunks(q, k, v, rows, chunk=4, left=left)
+        return torch.autograd.grad(out, (k, v), dout.to(dtype))
+
+    for got, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (got - exact).norm() < 6e-3 * exact.norm()  # in bfloat16: 1.2e-2
+
+
+@pytest.mark.parametrize("ranges", [None, [[0, 70], [20, 41]]])
+def test_more_copies_than_are_taken(ranges):
+    """One call for each chunk, of unlimited left context, say."""
+    inputs = problem(70, 70 + 1)
+    key_range = None if ranges is None else torch.tensor(ranges, dtype=torch.int32)
+    expected = by_mask(*inputs, 1, 68, 69, key_range)
+    out = attention_in_chunks(*inputs, chunk=1, left=68, r_zero=69, key_range=key_range)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn_like(out)
+    for got, grad in zip(
+        torch.autograd.grad((out * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, grad)
+
+
+def test_no_more_is_padded_than_there_are_frames():
+    inputs = problem(15, 29)
+    out = attention_in_chunks(*inputs, chunk=4, left=10**9, r_zero=14)
+    torch.testing.assert_close(out, by_mask(*inputs, 4, 10**9, 14))
+
+
 def test_rows_of_another_table():
     inputs = problem(15, 2 * 15 - 1)
     out = attention_in_chunks(*inputs, chunk=4, left=6, r_zero=14)
@@ -73,12 +112,13 @@ int32 = dict(dtype=torch.int32)
 @pytest.mark.parametrize(
     "change, error, message",
     [
+        (dict(q=None), TypeError, "q: got None of type NoneType, needs a tensor"),
         (dict(chunk=0), ValueError, "chunk: got 0, needs at least 1"),
         (dict(chunk=3.0), TypeError, "chunk: got 3.0 of type float, needs an int"),
         (dict(left=-1), ValueError, "left: got -1, needs at least 0"),
         (dict(q=torch.ones(B, H, 14, D)), ValueError, r"q, k, v: got shapes \[2, 2, 14, 8\], \[2, 2, 15,"),
         (dict(q=torch.ones(H, 15, D)), ValueError, r"q, k, v: got shapes \[2, 15, 8\], .*, needs \[B, H, T"),
-        (dict(r=torch.ones(H, 29, D)), ValueError, "r: got 29 rows, needs left .* = 8, or else r_zero"),
+        (dict(r=torch.ones(H, 29, D)), ValueError, "r: got 29 rows, needs left .* = 8, or r_zero"),
         (dict(key_range=[[0, 15]] * B), TypeError, "key_range: got .* of type list"),
         (dict(key_range=torch.tensor([15, 15], **int32)), ValueError, r"key_range: .* needs \[2, 2\]"),
         (dict(key_range=torch.tensor([[0, 15]], **int32)), ValueError, r"key_range: .* needs \[2, 2\]"),

@@ -511,6 +511,29 @@ def test_without_memory_to_measure_backward_is_right(monkeypatch):
     assert measured == ["forward", "dk_dv", "dq", "dr"]
 
 
+@interpreted
+def test_all_chunks_run_with_the_tile_that_the_first_found(monkeypatch):
+    tensors = inputs(L=150, K=230, D=16, N=90)
+    fast, ran, launch = Tile(32, 32, 4, 1), {}, backend._launch
+
+    def recorded(name, *args, **kwargs):
+        tile = launch(name, *args, **kwargs)
+        ran.setdefault(name, []).append(tile)
+        return tile
+
+    monkeypatch.setattr(gpu, "SLOPE_BYTES", 0)
+    monkeypatch.setattr(backend, "_TUNE_PAIRS", 1)
+    monkeypatch.setattr(backend, "_may_tune", lambda: True)
+    monkeypatch.setattr(backend, "_tuned", {})
+    monkeypatch.setattr(backend, "_fastest", lambda *args, **constants: fast)
+    monkeypatch.setattr(backend, "_launch", recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(configs, "candidates", lambda *args: (Tile(64, 64, 4, 1), fast))
+    run(TRITON, tensors, randn_like(tensors["q"]))
+    for name in ("dk_dv", "dq", "dr"):
+        assert len(ran[name]) > 3 and set(ran[name]) == {fast}, name
+
+
 @pytest.mark.parametrize("name", backend.KERNELS)
 def test_a_tuner_is_told_arguments_of_its_kernel_alone(name):
     """Triton from 3.9 on refuses others."""

@@ -190,19 +190,7 @@ def rel_attention(
         >>> r = torch.randn(8, 1024, 64)  # a row per distance, furthest first
         >>> out = rel_attention(q, k, v, r)  # [1, 8, 512, 64]
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise _wrong_layout(name, tensor)
-    for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
-        if optional is None:
-            continue
-        if not isinstance(optional, Tensor):
-            raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
-        if optional.layout is not torch.strided or optional.is_nested:
-            raise _wrong_layout(name, optional)
-
+    check_layouts(q, k, v, r, bias_u, bias_v, key_range)
     device, given = q.device, q.dtype
     kind = device.type
     if reference.has_autocast(kind) and torch.is_autocast_enabled(kind):
@@ -270,6 +258,30 @@ def backends() -> dict[str, registry.BackendInfo]:
 # ---- Validation --------------------------------------------------------------------------------------------
 #
 # Shapes and dtypes only: looking at values would wait for a GPU, and could not be traced.
+
+
+def check_layouts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    bias_u: Tensor | None,
+    bias_v: Tensor | None,
+    key_range: Tensor | None,
+) -> None:
+    """That they are dense tensors."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise _wrong_layout(name, tensor)
+    for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
+        if optional is None:
+            continue
+        if not isinstance(optional, Tensor):
+            raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
+        if optional.layout is not torch.strided or optional.is_nested:
+            raise _wrong_layout(name, optional)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -343,8 +355,6 @@ def _check_tensors(
 
 
 def check_key_range(key_range: Tensor, q: Tensor) -> None:
-    if not isinstance(key_range, Tensor):
-        raise TypeError(f"key_range: got {_kind(key_range)}, needs a tensor or None")
     _check_small("key_range", key_range, q.shape[0], 2, torch.int32, q.device, q)
 
 

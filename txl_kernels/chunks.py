@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from txl_kernels.api import check_key_range, rel_attention
+from txl_kernels.api import check_key_range, check_layouts, rel_attention
 
 
 def attention_in_chunks(
@@ -28,7 +31,8 @@ def attention_in_chunks(
     """`rel_attention` of frames that see all of their own chunk and `left` frames before it.
 
     Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call. That
-    takes a copy of k and v of 1 + left / chunk times their size. `torch.export` takes T of `Dim.AUTO`.
+    takes a copy of k and v of 1 + left / chunk times their size; where that is more than 64 times, each chunk
+    is a call. `torch.export` takes T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].
@@ -46,6 +50,7 @@ def attention_in_chunks(
         TypeError, ValueError: an argument is not what is asked for above, or q, k and v are not of one shape.
         What `rel_attention` raises.
     """
+    check_layouts(q, k, v, r, bias_u, bias_v, key_range)
     for name, number, least in (("chunk", chunk, 1), ("left", left, 0)):
         if not isinstance(number, int):
             raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, needs an int")
@@ -54,39 +59,83 @@ def attention_in_chunks(
     if q.dim() != 4 or not q.shape == k.shape == v.shape:
         given = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v: got shapes {given}, needs [B, H, T, D], the same of all")
-    rows = left + 2 * chunk - 1
-    if r_zero is None and r.dim() == 3 and r.shape[1] != rows:
-        raise ValueError(
-            f"r: got {r.shape[1]} rows, needs left + 2 chunk - 1 = {rows}, or else r_zero, distance 0's row"
-        )
-    B, T = q.shape[0], q.shape[2]
+    rows, T = left + 2 * chunk - 1, q.shape[2]
+    if r_zero is None:
+        if r.dim() == 3 and r.shape[1] != rows:
+            raise ValueError(
+                f"r: got {r.shape[1]} rows, needs left + 2 chunk - 1 = {rows}, or r_zero, distance 0's row"
+            )
+        r_zero = left + chunk - 1
+    if key_range is None:  # [0, T], made where q is
+        key_range = T * torch.arange(2, device=q.device).expand(q.shape[0], 2)
+    else:
+        check_key_range(key_range, q)
+        key_range = key_range.clamp(0, T)
+    attend = partial(
+        rel_attention,
+        r=r,
+        bias_u=bias_u,
+        bias_v=bias_v,
+        causal=False,
+        r_zero=r_zero,
+        scale=scale,
+        dropout_p=dropout_p,
+        backend=backend,
+    )
+    if not torch.compiler.is_compiling():  # to which T may be a symbol
+        left = min(left, T)
+    by_chunks = _together if left < _MOST_COPIES * chunk else _one_by_one
+    return by_chunks(attend, q, k, v, key_range, chunk, left)
+
+
+_MOST_COPIES = 64  # of k and v
+
+
+def _together(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_range: Tensor,
+    chunk: int,
+    left: int,
+) -> Tensor:
+    T = q.shape[2]
     n = T // chunk + 1  # the last one is never whole: one graph serves every T from `chunk` on
     behind = n * chunk - T
 
     def of_chunks(x: Tensor, before: int) -> Tensor:
         """Each with the frames before it: [B n, H, before + chunk, D]."""
-        x = F.pad(x, (0, 0, before, behind)).unfold(2, before + chunk, chunk)
-        return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
+        y = F.pad(_for_sums(x) if before else x, (0, 0, before, behind)).unfold(2, before + chunk, chunk)
+        return y.permute(0, 2, 1, 4, 3).to(x.dtype).flatten(0, 1)
 
     start = left - chunk * torch.arange(n, device=q.device)  # where frame 0 is among the keys of a chunk
-    if key_range is None:  # [0, T], made where q is
-        key_range = T * torch.arange(2, device=q.device)[None]
-    else:
-        check_key_range(key_range, q)
-        key_range = key_range.clamp(0, T)
-    exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B or 1, n, 2]
-    out = rel_attention(
-        of_chunks(q, 0),
-        of_chunks(k, left),
-        of_chunks(v, left),
-        r,
-        bias_u,
-        bias_v,
-        causal=False,
-        r_zero=left + chunk - 1 if r_zero is None else r_zero,
-        key_range=exist.expand(B, n, 2).flatten(0, 1).int(),
-        scale=scale,
-        dropout_p=dropout_p,
-        backend=backend,
-    )
+    exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B, n, 2]
+    keys = exist.flatten(0, 1).int()
+    out = attend(of_chunks(q, 0), of_chunks(k, left), of_chunks(v, left), key_range=keys)
     return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+def _one_by_one(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_range: Tensor,
+    chunk: int,
+    left: int,
+) -> Tensor:
+    T, dtype = q.shape[2], k.dtype
+    k, v = _for_sums(k), _for_sums(v)
+    outs = []
+    for start in range(0, T, chunk):
+        end, first = min(start + chunk, T), max(start - left, 0)
+        keys = (key_range - first).clamp(0, end - first).int()
+        seen = (x[:, :, first:end].to(dtype) for x in (k, v))
+        outs.append(attend(q[:, :, start:end], *seen, key_range=keys))
+    return torch.cat(outs, 2)
+
+
+def _for_sums(x: Tensor) -> Tensor:
+    """x for several chunks that take the same frames: their gradients are added up in float32 at least."""
+    return x.float() if x.requires_grad and x.dtype.itemsize < 4 else x

@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_grad_enabled():
         return _product(x, weight, bias)
     # Of other dtypes torch knows best, and its graph is shorter.
-    return _Linear.apply(x, weight, bias) if x.dtype is torch.float32 else F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if x.dtype is torch.float32 else _by_torch(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -81,6 +81,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return out
     if _ONEDNN and x.dtype is torch.float32 and _is_usual(rows):
         return torch.ops.mkldnn._linear_pointwise.default(x, _apart(weight), bias, "none", [], "")
+    return _by_torch(x, weight, bias)
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # In bfloat16 with AMX oneDNN reads rows to the next multiple of 32 and multiplies what it finds there by
     # 0: memory of others, which may hold NaN, if rows are apart.
     return F.linear(x.contiguous() if x.dtype is torch.bfloat16 else x, weight, bias)

@@ -118,7 +118,6 @@ class Seen(NamedTuple):
     left: int = 0  # frames seen before the query's chunk
 
 
-_MOST_COPIES = 64  # of k and v, for attention in chunks
 _padding_alone = padding(_read_visible)
 
 
@@ -151,6 +150,6 @@ def seen(visible: Tensor, batch: int, keys: int) -> Seen:
         first = i // chunk * chunk
         left = int((first - j)[shown].max())
         in_chunks = visible == (keys_exist & (j >= first - left) & (j < first + chunk))
-        if left + chunk <= _MOST_COPIES * chunk and (in_chunks | at_padding).all():
+        if (in_chunks | at_padding).all():
             return Seen(key_range, chunk=chunk, left=left)
     raise ValueError(_OTHER_MASK)

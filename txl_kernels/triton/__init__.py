@@ -123,7 +123,7 @@ def tuned() -> list[str]:
     earlier processes' measurements. Other calls took the defaults."""
     return [
         f"{kernel} {str(dtype).removeprefix('torch.')} D {D}: {tile}"
-        for (kernel, dtype, _, D, *_), tile in _tuned.items()
+        for (kernel, dtype, _, D, *_), tile in list(_tuned.items())  # another thread may add one
     ]
 
 
@@ -134,13 +134,15 @@ def _launch(
     grid: Any,
     *args: Any,
     fixed: Tile | None = None,
+    may_measure: bool = True,
     **constants: Any,
 ) -> Tile:
     """Launches the kernel for a grid, a function of the Tile; returns the one it ran with.
 
-    Calls that are large enough take the best of the candidates, which the first of them measures; not while
-    a CUDA graph is captured. Smaller ones take the default, before and after: the same call gives the same
-    bits. fixed: the tile that it is to run with, if that matters. q: for its dtype and device.
+    Calls that are large enough, by their score pairs, take the best of the candidates, which the first of
+    them measures, if it may; not while a CUDA graph is captured. Smaller ones take the default, before and
+    after: the same call gives the same bits. fixed: the tile that it is to run with, if that matters. q: for
+    its dtype and device.
     """
     arch = _arch(q.device)
     tiles = configs.candidates(name, constants["D"], q.dtype.itemsize, arch)
@@ -148,7 +150,7 @@ def _launch(
     if len(tiles) > 1 and fixed is None and pairs >= _TUNE_PAIRS and _may_tune():
         key = (name, q.dtype, arch, *(constants[n] for n in _tuning_key(name)))
         with _tuning:
-            if key not in _tuned and not torch.cuda.is_current_stream_capturing():
+            if may_measure and key not in _tuned and not torch.cuda.is_current_stream_capturing():
                 with contextlib.suppress(torch.OutOfMemoryError):  # measuring takes memory of its own
                     _tuned[key] = _fastest(name, tiles, arch, grid, *args, **constants)
         tile = _tuned.get(key, tile)
@@ -349,12 +351,13 @@ def backward(
         delta_kernel[(_cdiv(L, BM) * B * H,)](
             _view(_rows(out)), dout_rows, delta, H, L, D=D, BD=constants["BD"], BM=BM, **_FUSED
         )
-        tile = None
+        pairs = chunks.batches * chunks.heads * chunks.queries * K  # of a chunk, and so one tile for all
+        dq_tile = None
         for chunk in chunks.each(p):
             heads = chunk.batches * chunk.heads
-            # Tiles are measured on the first chunk or not at all: it is the largest, and in it no kernel adds
-            # to what another has left, so that it may be launched more than once.
-            pairs = 0 if tile else heads * (chunk.end_i - chunk.first_i) * K
+            # The first one alone: in it no kernel adds to what another has left, so that it may be launched
+            # more than once.
+            may_measure = dq_tile is None
             _launch(
                 "dk_dv",
                 q,
@@ -364,9 +367,10 @@ def backward(
                 *(lse, dout_rows, delta, slopes, sums, _view(dk), _view(dv)),
                 *p,
                 *chunk,
+                may_measure=may_measure,
                 **constants,
             )
-            tile = _launch(
+            dq_tile = _launch(
                 "dq",
                 q,
                 pairs,
@@ -374,7 +378,7 @@ def backward(
                 *(slopes, q_v, k_rows, r_rows, key_range, _view(dq), parts),
                 *p,
                 *chunk,
-                fixed=tile,
+                fixed=dq_tile,
                 **of_dq,
             )
             if not of_r:
@@ -389,14 +393,15 @@ def backward(
                 *p,
                 *chunk,
                 entries,
+                may_measure=may_measure,
                 **of_dr,
             )
 
         # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 2 or 4, D].
-        assert tile is not None
+        assert dq_tile is not None
         ends, biases = None, [(n, x) for n, x in enumerate((du, dv_bias)) if x.numel() > 0]
         if biases or constants["CLAMP"]:
-            blocks = _cdiv(L, tile.BM)
+            blocks = _cdiv(L, dq_tile.BM)
             of_blocks = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D)
             ends = of_blocks[:, :, :, : 4 if constants["CLAMP"] else 2].sum((0, 2))
             for n, gradient in biases:
