@@ -428,6 +428,63 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(finished, copy, name,
     assert (copy / "checkpoints" / "damaged-step-00000012").is_dir(), "kept for who wants to look"
 
 
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(finished, copy, monkeypatch):
+    bad, sha256, events = newest(copy), txl_model.checkpoint._sha256, []
+
+    def read(path):
+        if path == bad / "optimizer.safetensors":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(txl_model.checkpoint, "_sha256", read)
+    assert run(copy, resume=True, on_event=events.append).step == 12
+    assert "is damaged: optimizer.safetensors cannot be read: Input/output error" in events[0]["message"]
+    assert fingerprint(copy) == fingerprint(finished)
+
+
+def test_an_average_that_was_not_copied_is_missed(tmp_path):
+    run(tmp_path / "run", average="ema", max_step=3)
+    checkpoint = newest(tmp_path / "run")
+    (checkpoint / "average.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"is damaged: average\.safetensors is missing"):
+        load_model(checkpoint)
+
+
+def test_a_run_that_is_older_than_a_field_goes_on(copy):
+    """What its config.json leaves out had its default."""
+    path = newest(copy) / "config.json"
+    config = read_json(path)
+    del config["model"]["same_length_extra"], config["train"]["average"]
+    assert config["train"]["tgt_len"] is None
+    path.write_text(json.dumps(config))
+    manifest = read_json(path.with_name("manifest.json"))
+    manifest["files"]["config.json"] = {
+        "bytes": path.stat().st_size,
+        "sha256": txl_model.checkpoint._sha256(path),
+    }
+    path.with_name("manifest.json").write_text(json.dumps(manifest))
+    tgt_len = config["model"]["tgt_len"]  # said now, as it was anyway
+    assert run(copy, resume=True, max_step=13, tgt_len=tgt_len).step == 13
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def of_files(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").resolve().is_dir():
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    if number == errno.EINVAL:
+        save_model(TransformerXL(model_config()), tmp_path / "model")
+        load_model(tmp_path / "model")
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            save_model(TransformerXL(model_config()), tmp_path / "model")
+
+
 def test_all_checkpoints_damaged(copy):
     for checkpoint in Checkpoints(copy / "checkpoints").all():
         truncate(checkpoint / "model.safetensors")

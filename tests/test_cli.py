@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,8 @@ import txl_kernels
 import txl_model.attention
 from txl_kernels import cpu, registry
 from txl_model import TransformerXLConfig, __main__, cli
-from txl_model.data import OrderedBatches
+from txl_model.checkpoint import load_model, save_model
+from txl_model.data import OrderedBatches, Vocabulary
 from txl_model.optim import learning_rate
 from txl_model.presets import PRESETS
 from txl_model.train_config import TrainConfig
@@ -130,6 +132,33 @@ def test_resume_with_other_options(trained, tmp_path, capsys):
     said = "step 6: from here on max_step is 7 (was 6), log_interval is 1 (was 2)\n"
     assert said in capsys.readouterr().out
     assert json.loads((run / "config.json").read_text())["train"]["max_step"] == 7
+
+
+def test_a_list_of_yes_and_no_has_no_other_numbers(trained, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        txl("train", trained / "corpus", tmp_path / "run", *SMALL, "--tie-projs", "0,2")
+    assert "invalid list of numbers value: '0,2'" in capsys.readouterr().err
+
+
+def test_a_prompt_file_with_a_byte_order_mark(trained, tmp_path, capsys):
+    texts = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        path = tmp_path / "prompt.txt"
+        path.write_bytes(mark + b"the word")
+        vocabulary = Vocabulary("word", ("<eos>", "<unk>", "the", "word"), False, "<eos>", "<unk>")
+        texts.append(cli.generate._encode(vocabulary, "a file", path.read_bytes()))
+    assert texts[0] == texts[1] == [2, 3]
+
+
+def test_a_model_of_nan_is_explained(trained, tmp_path, capsys):
+    model = load_model(trained / "run")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(math.nan)
+    save_model(model, tmp_path / "model")
+    arguments = ("--corpus", trained / "corpus", "--prompt", "a", "--max-new-tokens", 2)
+    assert txl("generate", tmp_path / "model", *arguments) == cli.ERROR
+    assert capsys.readouterr().err.startswith("txl: error: ")
 
 
 def test_resume_keeps_a_vocabulary_larger_than_the_corpus(trained, tmp_path, capsys):

@@ -668,10 +668,12 @@ def test_only_a_converted_model_is_replaced(tmp_path):
             first.save(folder)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
+    first.vocabulary = Vocabulary("byte", tuple(range(V)), line_end="")  # which the second has not
     (tmp_path / "new" / ".saving").mkdir(parents=True)  # as a kill leaves it
     for converted in (first, second):
         converted.save(tmp_path / "new")
         assert_same_model(tmp_path / "new", converted)
+        assert (tmp_path / "new" / "vocabulary.json").exists() == (converted is first)
 
 
 def test_missing_files(tmp_path):

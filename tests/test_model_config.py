@@ -124,7 +124,7 @@ ADAPTIVE = dict(vocab_size=3000, cutoffs=(1000, 2000), d_embed=64)
     ids=["plain", "learned", "absolute", "adaptive", "adaptive-div"],
 )
 def test_initial_values(fields):
-    """All weights N(0, 0.02), but biases 0, LayerNorm N(1, 0.02), projections N(0, 0.01)."""
+    """All weights N(0, init_std), but biases 0, LayerNorm N(1, init_std), projections N(0, proj_init_std)."""
     sizes = dict(
         vocab_size=500, n_layer=2, n_head=4, d_model=128, d_head=32, d_inner=256, tgt_len=50, mem_len=50
     )
@@ -135,7 +135,7 @@ def test_initial_values(fields):
         if "projs" in name:
             std = config.proj_init_std
         elif name.endswith("layer_norm.weight"):
-            mean, std = 1.0, 0.02
+            mean = 1.0
         elif name == "r_bias" or "biases" in name or name.endswith((".bias", "cluster_bias")):
             std = 0.0
         n = p.numel()

@@ -9,6 +9,7 @@ a disk has damaged is found and named.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -85,9 +86,12 @@ def load_model(
     folder = model_folder(Path(path), report)
     if folder != Path(path):
         report(f"reads {folder}")
-    weights = folder / (AVERAGE if (folder / AVERAGE).exists() else WEIGHTS)
+    weights = folder / WEIGHTS
     if (folder / MANIFEST).exists():
-        problem = damage(folder, (CONFIG, weights.name))
+        problem = damage(folder, (CONFIG,))
+        if problem is None:  # by what there was, in case the average alone was not copied
+            weights = folder / (AVERAGE if AVERAGE in read_json(folder / MANIFEST)["files"] else WEIGHTS)
+            problem = damage(folder, (weights.name,))
         if problem:
             raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
     config = read_json(folder / CONFIG)
@@ -328,6 +332,8 @@ def damage(checkpoint: Path, names: tuple[str, ...] | None = None) -> str | None
                 return f"{name} has changed since it was written (another checksum)"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {reason(error)}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is no manifest"
     return None
@@ -414,6 +420,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # some file systems cannot tell of folders
     finally:
         os.close(descriptor)
 

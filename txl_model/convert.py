@@ -123,6 +123,8 @@ class Converted:
         save_model(self.model(), folder)
         if self.vocabulary is not None:
             self.vocabulary.save(Path(folder) / VOCABULARY)
+        else:  # that of the model before
+            (Path(folder) / VOCABULARY).unlink(missing_ok=True)
 
     def take_vocabulary(self, symbols: Sequence[str], lower_case: bool = False) -> None:
         """The symbols that came along, in the order of their numbers: words; or what the published scripts

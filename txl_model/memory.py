@@ -335,6 +335,8 @@ class KeyValueMemory(Memory):
             KeyValues(memory.store, i, memory.begin, memory.end, n_project) for i in range(reading.n_layer)
         ]
 
+    # How far the store is filled changes from step to step: a compiler that saw it would compile for each.
+    @torch.compiler.disable
     def update(self, pasts: list[Any], inputs: list[Tensor], ext_len: int) -> KeyValueMemory:
         past: KeyValues = pasts[0]
         end = past.end + inputs[0].shape[1] - ext_len

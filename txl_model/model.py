@@ -141,7 +141,7 @@ class TransformerXL(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
-            nn.init.normal_(module.weight, mean=1.0, std=0.02)
+            nn.init.normal_(module.weight, mean=1.0, std=self.config.init_std)
 
     def new_memory(
         self,

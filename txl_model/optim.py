@@ -44,7 +44,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
     As in the authors' train.py: the cosine is not offset by the warm-up, so that it ends at
     max_step, and inv_sqrt is lr / sqrt(step), reached linearly. There the very first update of a
-    warm-up is made with the full rate; here with the second's.
+    warm-up is made with the full rate, with inv_sqrt with none; here with the second's.
     """
     warmup = config.warmup_step
     if config.scheduler == "inv_sqrt":

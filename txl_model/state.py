@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from txl_model.checkpoint import AVERAGE, CONFIG, WEIGHTS, load_weights, read_json, read_tensors
+from txl_model.config import TransformerXLConfig
 from txl_model.data.batches import Batches
 from txl_model.distributed import Processes, sharded_like, whole
 from txl_model.memory import Memory
@@ -221,10 +222,10 @@ class TrainState:
 
     def _changes(self, path: Path) -> Changes:
         """Raises ValueError for one that a run that goes on must not make."""
-        saved, changes = read_json(path), {}
+        saved, changes = _complete(read_json(path)), {}
         fixed_in_train = FIXED if self.average is None else FIXED + FIXED_IN_AVERAGES
         for part in ("corpus", "model", "train"):
-            for name, now in self.about[part].items():
+            for name, now in _complete(self.about)[part].items():
                 before = saved[part].get(name)
                 # The same text may be in a folder of another name.
                 if before == now or (part, name) == ("corpus", "name"):
@@ -237,3 +238,11 @@ class TrainState:
                     )
                 changes[name] = [before, now]
         return changes
+
+
+def _complete(about: dict[str, Any]) -> dict[str, Any]:
+    """What a run's config.json says, with what it leaves to a default: fields that it is too old to have, and
+    train's tgt_len, which is the model's."""
+    model = TransformerXLConfig.from_dict(about["model"]).to_dict()
+    train = TrainConfig.from_dict(about["train"]).to_dict()
+    return {**about, "model": model, "train": {**train, "tgt_len": train["tgt_len"] or model["tgt_len"]}}

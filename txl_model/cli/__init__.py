@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (head, less) has gone; `train` goes on without them
         let_go(sys.stdout)
         return UNREAD
-    except (ValueError, OSError, ModuleNotFoundError, BackendUnavailable, MemoryError, RuntimeError) as error:
+    except (
+        *(ValueError, ArithmeticError, OSError, ModuleNotFoundError),
+        *(BackendUnavailable, MemoryError, RuntimeError),
+    ) as error:
         message = _message(error, args.command)
         if message is None or os.environ.get("TXL_DEBUG"):
             raise

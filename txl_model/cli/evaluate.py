@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     scored, ext_len = _segment_lengths(args.model, model.config)
     stride = args.stride
     if not (model.config.mem_len or args.preset or args.tgt_len or args.mem_len or args.warm_up) and ext_len:
-        stride = stride or scored
+        stride = scored if stride is None else stride
     with_memory = model.config.mem_len > 0 and stride is None
     reading: dict[str, Any] = {"tgt_len": scored if with_memory else scored + ext_len}
     reading |= preset(args.preset, "eval") if args.preset else {}
@@ -151,7 +151,10 @@ def run(args: argparse.Namespace) -> None:
 def _segment_lengths(path: Path, config: TransformerXLConfig) -> tuple[int, int]:
     """`segment_lengths` of the training that a model is from; of one that was converted, its tgt_len."""
     training = read_json(model_folder(path, lambda message: None) / CONFIG).get("train")
-    return segment_lengths(config, TrainConfig.from_dict(training)) if training else (config.tgt_len, 0)
+    if not training:
+        return config.tgt_len, 0
+    lengths = {name: training[name] for name in ("tgt_len", "ext_len", "half_loss") if name in training}
+    return segment_lengths(config, TrainConfig.from_dict(lengths))
 
 
 def _print(line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from tqdm import tqdm
@@ -126,6 +127,8 @@ def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 
 def _encode(vocabulary: Vocabulary, name: str, prompt: bytes) -> list[int]:
+    if vocabulary.unit != "byte":  # as `prepare`
+        prompt = prompt.removeprefix(BOM_UTF8)
     try:
         return vocabulary.encode(prompt)
     except UnicodeDecodeError as error:

@@ -56,7 +56,10 @@ def numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
     """A parser of "500,1000": numbers, or for bool 0 and 1."""
 
     def parse(text: str) -> tuple[Any, ...]:
-        return tuple(kind(int(part)) for part in text.split(",") if part.strip())
+        values = tuple(int(part) for part in text.split(",") if part.strip())
+        if kind is bool and not set(values) <= {0, 1}:
+            raise ValueError
+        return tuple(map(kind, values))
 
     parse.__name__ = "list of numbers"  # argparse names it in its error
     return parse
