@@ -222,10 +222,10 @@ class TrainState:
 
     def _changes(self, path: Path) -> Changes:
         """Raises ValueError for one that a run that goes on must not make."""
-        saved, changes = _complete(read_json(path)), {}
+        saved, asked, changes = _complete(read_json(path)), _complete(self.about), {}
         fixed_in_train = FIXED if self.average is None else FIXED + FIXED_IN_AVERAGES
         for part in ("corpus", "model", "train"):
-            for name, now in _complete(self.about)[part].items():
+            for name, now in asked[part].items():
                 before = saved[part].get(name)
                 # The same text may be in a folder of another name.
                 if before == now or (part, name) == ("corpus", "name"):

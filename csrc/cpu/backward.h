@@ -140,7 +140,6 @@ class BackwardKernel {
         span_keys_(kSpanKeys ? min(kSpanKeys, keys_) : keys_),
         blocks_(ceil_div(p_.L, kBlockRows)),
         band_(p_, min(p_.L, kBlockRows)),
-        band_columns_(band_.panels * kWidth),
         sums_(p_, t_, band_, channels_),
         shares_(p_, pool_.threads, blocks_, sums_.dkdv_elements(keys_) * static_cast<int64_t>(sizeof(T)),
                 sums_.head_elements() * static_cast<int64_t>(sizeof(T))) {}
@@ -204,8 +203,8 @@ class BackwardKernel {
     const int64_t rows = kBlockRows, later = shares_.together ? shares_.queries - 1 : 0;
     visit(s.k_panels, span_keys_ * key_elems_), visit(s.v_panels, span_keys_ * key_elems_);
     visit(s.k_rows, span_keys_ / C::per_elem * row_pitch_);
-    visit(s.r_panels, band_columns_ * key_elems_);
-    visit(s.r_rows, band_columns_ / C::per_elem * row_pitch_);
+    visit(s.r_panels, band_.columns() * key_elems_);
+    visit(s.r_rows, band_.columns() / C::per_elem * row_pitch_);
     visit(s.far[0], kLanes<Elem> * key_elems_), visit(s.far[1], kLanes<Elem> * key_elems_);
     visit(s.r_far, 2 * channels_);
     visit(s.dkdv, shares_.together ? sums_.dkdv_elements(span_keys_) : 0);
@@ -247,7 +246,7 @@ class BackwardKernel {
     for (int64_t b = task.batch_from; b < task.batch_to; ++b)
       for (int64_t lo = 0; lo < keys_; lo += span_keys_)
         if (!run_span(task, b, {lo, min(lo + span_keys_, keys_)}, s, not_finite)) return false;
-    if constexpr (kTiled<C>) sums_.turn_back(task.sums.dr, band_columns_, s.rows);
+    if constexpr (kTiled<C>) sums_.turn_back(task.sums.dr, band_.columns(), s.rows);
     return true;
   }
 
@@ -258,7 +257,7 @@ class BackwardKernel {
     pack_keys(task.head, b, span, s, not_finite);
     Sums total = task.sums;
     if (shares_.together)
-      total.dk = s.dkdv, total.dv = s.dkdv + span_keys_ * channels_;
+      total = sums_.in(s.dkdv, span_keys_, task.sums.dr);
     else
       total.dk += span.lo * channels_, total.dv += span.lo * channels_;
     sums_.zero_dkdv(total, keys);
@@ -299,7 +298,7 @@ class BackwardKernel {
     for (int64_t panel = 0; panel < band_.panels; ++panel)
       pack_band_panel<C, S>(p_, t_.r, h, band_, panel, s.r_panels + panel * kWidth * key_elems_);
     const auto row = [&](int64_t column) { return band_.template row<S>(p_, t_.r, h, column); };
-    pack_rows<C, false>(band_columns_, row, p_.D, channels_, s.r_rows, s.r_not_finite);
+    pack_rows<C, false>(band_.columns(), row, p_.D, channels_, s.r_rows, s.r_not_finite);
     for (int side = 0; side < 2; ++side) {
       const S* row = t_.r.at<S>(0, h, side ? p_.N - 1 : 0);
       pack_far<C>(row, p_.D, s.far[side]);
@@ -613,7 +612,6 @@ class BackwardKernel {
   const Pool& pool_;
   const int64_t depth_, key_elems_, channels_, row_pitch_, keys_, span_keys_, blocks_;
   const BandColumns<C> band_;
-  const int64_t band_columns_;
   const GradientSums<C, S> sums_;
   const Shares shares_;
 };

@@ -23,6 +23,8 @@ struct BandColumns {
   int64_t first, panels;
   Range used;  // the columns of distances that some query sees
 
+  int64_t columns() const { return panels * kWidth; }
+
   // For blocks of at most so many rows.
   BandColumns(const Problem& p, int64_t block_rows) {
     Range exist = {p.K, 0};  // in some batch entry
@@ -125,6 +127,12 @@ struct Block {
   }
 };
 
+// The column, counted from the first packed one, of a block's row m and key j.
+template <class C>
+TXL_INLINE int64_t packed_column(const Block& block, const BandColumns<C>& columns, int64_t m, int64_t j) {
+  return block.p.band(block.i0 + m, j) - columns.first;
+}
+
 // For products: the keys that a group of a block's rows sees, counted from key `start`, and where they lie in
 // the band, from its column `start`.
 TXL_INLINE auto keys_needed(const Block& block, int64_t start) {
@@ -220,8 +228,7 @@ class BandWindow {
   }
 
  private:
-  // Column, counted from the first packed one, of row m and key j.
-  int64_t column(int64_t m, int64_t j) const { return block_.p.band(block_.i0 + m, j) - columns_.first; }
+  int64_t column(int64_t m, int64_t j) const { return packed_column(block_, columns_, m, j); }
 
   T *t_, *far_;
   const Block& block_;
@@ -290,8 +297,7 @@ class BandGradient {
   }
 
  private:
-  // Column, counted from the first packed one, of row m and key j.
-  int64_t column(int64_t m, int64_t j) const { return block_.p.band(block_.i0 + m, j) - columns_.first; }
+  int64_t column(int64_t m, int64_t j) const { return packed_column(block_, columns_, m, j); }
 
   T* t_;
   const Block& block_;

@@ -39,9 +39,8 @@ struct Shares {
   static constexpr int64_t kShareBlocks = 4;       // of queries, in a share
   static constexpr int64_t kTaskPairs = 1 << 14;   // of a query and a key: fewer are not worth packing r
   static constexpr int64_t kHeadBytes = 64 << 20;  // of all tasks' sums that heads have
-  static constexpr int64_t kDkdvBytes = 16
-                                        << 20;  // of all shares' dk and dv; or, for machines of many cores,
-  static constexpr int64_t kFewShares = 2;      // so many times dk and dv
+  // Of all shares' dk and dv; or, for machines of many cores, so many times dk and dv.
+  static constexpr int64_t kDkdvBytes = 16 << 20, kFewShares = 2;
 };
 
 template <class C, class S>
@@ -56,13 +55,13 @@ class GradientSums {
   };
 
   GradientSums(const Problem& p, const Backward& tensors, const BandColumns<C>& band, int64_t channels)
-      : p_(p), t_(tensors), band_(band), channels_(channels), band_columns_(band.panels * kPanel<C>) {}
+      : p_(p), t_(tensors), band_(band), channels_(channels) {}
 
   int64_t dkdv_elements(int64_t keys) const { return 2 * keys * channels_; }
-  int64_t head_elements() const { return (band_columns_ + 4) * channels_; }
+  int64_t head_elements() const { return (band_.columns() + 4) * channels_; }
 
   Sums in(T* dkdv, int64_t keys, T* head) const {
-    T* ends = head + band_columns_ * channels_;
+    T* ends = head + band_.columns() * channels_;
     return {dkdv, dkdv + keys * channels_, head, ends, ends + 2 * channels_, ends + 3 * channels_};
   }
 
@@ -110,7 +109,7 @@ class GradientSums {
     for (int64_t row = rows.lo; row < rows.hi; ++row) {
       zero(sum.begin(), channels_);
       const int64_t first = row == 0 ? 0 : max(row - band_.first, 0);
-      const int64_t last = row == p_.N - 1 ? band_columns_ - 1 : min(row - band_.first, band_columns_ - 1);
+      const int64_t end = band_.columns() - 1, last = row == p_.N - 1 ? end : min(row - band_.first, end);
       of_head([&](const Sums& sums) {
         for (int64_t c = first; c <= last; ++c) add(sums.dr + c * channels_, sum.begin(), channels_);
         if (row == 0) add(sums.dr_far, sum.begin(), channels_);
@@ -146,7 +145,7 @@ class GradientSums {
   const Problem& p_;
   const Backward& t_;
   const BandColumns<C>& band_;
-  const int64_t channels_, band_columns_;
+  const int64_t channels_;
 };
 
 }  // namespace txl::TXL_LEVEL

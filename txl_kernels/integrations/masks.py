@@ -129,11 +129,11 @@ def seen(visible: Tensor, batch: int, keys: int) -> Seen:
         raise ValueError(f"attention_mask: got {list(visible.shape)}, needs [batch, queries or 1, keys]")
     if torch.compiler.is_compiling() or visible.shape[1] != keys:
         return Seen(_padding_alone(visible, batch, keys))
-    key_range, is_padding = _key_range(visible, batch, keys, *_read_visible(visible))
+    # Padding is what nobody sees; what it sees means nothing. All others see themselves.
+    exist, all_see_the_same = _read_visible(visible)
+    key_range, is_padding = _key_range(visible, batch, keys, exist, all_see_the_same)
     if is_padding:
         return Seen(key_range)
-    # Padding is what nobody sees; what it sees means nothing. All others see themselves.
-    exist = visible.any(1)
     see_themselves = (visible.diagonal(dim1=1, dim2=2) == exist).all()
     key_range, is_run = _key_range(visible, batch, keys, exist, see_themselves)
     keys_exist, at_padding = exist[:, None], ~exist[:, :, None]

@@ -47,6 +47,17 @@ _SMALLER = {
     "generate": "a smaller --mem-len, or fewer prompts at once",
 }
 
+# Errors of which the message is enough; of the last one, some.
+_EXPLAINED = (
+    ValueError,
+    ArithmeticError,
+    OSError,
+    ModuleNotFoundError,
+    BackendUnavailable,
+    MemoryError,
+    RuntimeError,
+)
+
 # Exit codes; argparse's own, for a command line it does not understand, is 2.
 ERROR, INTERRUPTED = 1, 128 + signal.SIGINT
 # What a shell says of cat or git where head has read enough: quiet, but 0 would claim that all was done.
@@ -71,10 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (head, less) has gone; `train` goes on without them
         let_go(sys.stdout)
         return UNREAD
-    except (
-        *(ValueError, ArithmeticError, OSError, ModuleNotFoundError),
-        *(BackendUnavailable, MemoryError, RuntimeError),
-    ) as error:
+    except _EXPLAINED as error:
         message = _message(error, args.command)
         if message is None or os.environ.get("TXL_DEBUG"):
             raise

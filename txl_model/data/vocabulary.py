@@ -42,13 +42,13 @@ def read_symbols(
         text = io.TextIOWrapper(stream, encoding="utf-8", newline="")  # a line end is read as it is written
         while piece := text.read(CHUNK):
             piece = piece.replace("\n", "") if line_end == "" else piece
-            yield lowered(piece) if lower_case else piece, False
+            yield _lowered(piece) if lower_case else piece, False
     else:
         for piece, ends_line in _pieces_of_lines(io.TextIOWrapper(stream, encoding="utf-8")):
             yield (piece.lower() if lower_case else piece).split(), ends_line
 
 
-def lowered(piece: str) -> str:
+def _lowered(piece: str) -> str:
     """Character by character: in str.lower a sigma at the end of a piece is one at the end of a word."""
     return piece.lower() if piece.isascii() else "".join(map(str.lower, piece))
 
