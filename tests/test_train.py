@@ -34,9 +34,11 @@ from txl_model.attention import Attention
 from txl_model.checkpoint import load_model, save_model
 from txl_model.data import OrderedBatches, ShuffledBatches, prepare_text
 from txl_model.evaluate import evaluate as evaluate_text
+from txl_model.evaluate import validation
 from txl_model.log import Log, plot_log, read_log
 from txl_model.optim import learning_rate
-from txl_model.train import Stopwatch, _check_rows, corpus_evaluator, new_model, segment_lengths, train
+from txl_model.running import Stopwatch
+from txl_model.train import _check_rows, new_model, train
 
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0}
 QUIET = {"eval_interval": 0, "save_interval": 0}
@@ -51,7 +53,7 @@ def plain_loop(model_fields=None, average=None, **fields) -> list[float]:
     if average is not None:
         average.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay)))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, fused=True)
-    tgt_len, ext_len = segment_lengths(sizes, config)
+    tgt_len, ext_len = config.segment_lengths(sizes)
     batches = OrderedBatches(
         text(), config.batch_size, tgt_len, ext_len=ext_len, varlen=config.varlen, seed=config.seed
     )
@@ -459,7 +461,7 @@ def test_train_on_a_corpus(tmp_path, corpus, model, fields):
     log = read_log(tmp_path / "whole" / "log.jsonl")
     assert log[-1]["event"] == "eval" and log[-1]["bpc"] == pytest.approx(log[-1]["loss"] / math.log(2))
 
-    tgt_len, ext_len = segment_lengths(config, train_config(**fields))
+    tgt_len, ext_len = train_config(**fields).segment_lengths(config)
     reading = {"tgt_len": fields.get("eval_tgt_len", tgt_len)}
     if not config.mem_len:
         reading = {"tgt_len": tgt_len + ext_len, "stride": tgt_len}
@@ -498,7 +500,7 @@ def test_train_on_a_corpus(tmp_path, corpus, model, fields):
 )
 def test_evaluation_sees_as_many_keys_as_training(monkeypatch, corpus, model, fields, longest):
     config = model_config(vocab_size=corpus.vocab_size, **model)
-    evaluator = corpus_evaluator(corpus, config, train_config(**fields))
+    evaluator = validation(corpus, config, train_config(**fields))
     seen, attend = [], Attention._attend
 
     def watched(self, q, k, *rest):

@@ -16,7 +16,7 @@ from txl_model.checkpoint import best_model
 from txl_model.data import OrderedBatches
 from txl_model.distributed import Processes
 from txl_model.log import read_log
-from txl_model.train import Trainer, TrainResult, new_model, segment_lengths
+from txl_model.train import Trainer, TrainResult, new_model
 from txl_model.train_config import TrainConfig
 
 VOCAB = 11
@@ -73,7 +73,7 @@ def make_trainer(
     }
     sizes, config = model_config(**(model or {})), train_config(**fields)
     if batches is None:
-        tgt_len, ext_len = segment_lengths(sizes, config)
+        tgt_len, ext_len = config.segment_lengths(sizes)
         rows = processes.rows(config.batch_size, config.batch_chunk)
         batches = OrderedBatches(
             text(),

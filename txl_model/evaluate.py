@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -25,6 +25,13 @@ from torch import Tensor
 from txl_model.config import NOT_SCORED, TransformerXLConfig
 from txl_model.fields import check_at_least
 from txl_model.model import TransformerXL
+
+if TYPE_CHECKING:
+    from txl_model.data import Corpus
+    from txl_model.train_config import TrainConfig
+
+# Given a model, and a function to call now and then with the number of tokens scored: nats per token.
+Evaluator = Callable[[TransformerXL, Callable[[int], object]], float]
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,48 @@ def evaluate_lengths(
         )
         for mem_len in mem_lens
     )
+
+
+def validation(corpus: Corpus, model_config: TransformerXLConfig, config: TrainConfig) -> Evaluator | None:
+    """Reads the validation text of a training, if there is one, with as many keys as its segments at most.
+
+    Without memory it reads in windows, which score as many tokens as a training segment does.
+    """
+    if "valid" not in corpus.splits:
+        if config.scheduler == "dev_perf":
+            raise ValueError(
+                f"scheduler dev_perf follows the validation loss, and {corpus.name} has no split valid"
+            )
+        return None
+    scored, ext_len = config.segment_lengths(model_config)
+    tgt_len, stride = config.eval_tgt_len or scored, None
+    klen = model_config.mem_len + scored + ext_len
+    if tgt_len > klen:
+        raise ValueError(
+            f"eval_tgt_len must be at most {klen}, a training segment and its memory, got {tgt_len}"
+        )
+    mem_len: int | None = klen - tgt_len
+    if model_config.mem_len == 0:
+        tgt_len, stride, mem_len = max(scored + ext_len, tgt_len), tgt_len, None
+    elif mem_len == 0 and model_config.same_length and not model_config.same_length_extra:
+        raise ValueError(
+            f"eval_tgt_len must be less than {klen} with same_length: {klen} would leave no key of a memory"
+        )
+
+    def loss(model: TransformerXL, progress: Callable[[int], object]) -> float:
+        return evaluate(
+            model,
+            corpus.tokens("valid"),
+            tgt_len=tgt_len,
+            mem_len=mem_len,
+            stride=stride,
+            batch_size=config.eval_batch_size,
+            max_tokens=config.eval_max_tokens,
+            dtype=torch.bfloat16 if config.bf16 else None,
+            progress=progress,
+        ).loss
+
+    return loss
 
 
 @contextlib.contextmanager

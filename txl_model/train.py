@@ -8,17 +8,13 @@ goes on from there as if it had not been stopped, to the last bit.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,19 +38,17 @@ from txl_model.config import NOT_SCORED, TransformerXLConfig
 from txl_model.data.batches import Batches, OrderedBatches
 from txl_model.data.corpus import VOCABULARY
 from txl_model.distributed import Processes, accumulating, parallelize, whole
+from txl_model.evaluate import Evaluator, validation
 from txl_model.log import Log, figures
 from txl_model.model import TransformerXL
+from txl_model.running import Stopped, StopSignal, Stopwatch, alone_in
 from txl_model.state import READING, Changes, TrainState
 from txl_model.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from txl_model.data import Corpus, Vocabulary
 
-LOCK = ".lock"  # of a run's folder
-
 Event = dict[str, Any]
-# Given a model, and a function to call now and then with the number of tokens scored: nats per token.
-Evaluator = Callable[[TransformerXL, Callable[[int], object]], float]
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ def train(
             f"{model_config.vocab_size}"
         )
     with Processes.joined(device) as processes:
-        tgt_len, ext_len = segment_lengths(model_config, train_config)
+        tgt_len, ext_len = train_config.segment_lengths(model_config)
         batches = corpus.batches(
             "train",
             train_config.batch_size,
@@ -133,7 +127,7 @@ def train(
             batches,
             out_dir,
             processes=processes,
-            evaluator=corpus_evaluator(corpus, model_config, train_config),
+            evaluator=validation(corpus, model_config, train_config),
             corpus=corpus.identity,
             vocabulary=corpus.vocabulary,
             on_event=on_event,
@@ -156,14 +150,6 @@ def new_model(
     model = TransformerXL(model_config, backend).to(processes.device)
     torch.manual_seed(train_config.seed + 1 + processes.rank)
     return model
-
-
-def segment_lengths(model_config: TransformerXLConfig, train_config: TrainConfig) -> tuple[int, int]:
-    """Tokens that a training segment scores, and tokens before them that it reads again."""
-    tgt_len = train_config.tgt_len or model_config.tgt_len
-    if train_config.half_loss:
-        return tgt_len - tgt_len // 2, tgt_len // 2
-    return tgt_len, train_config.ext_len
 
 
 def _check_rows(batches: Batches, model_config: TransformerXLConfig, train_config: TrainConfig) -> None:
@@ -203,7 +189,7 @@ class Trainer:
         self.unit: str = (corpus or {}).get("unit", "word")
         self.on_event, self.progress = on_event, progress
         self.checkpoints = Checkpoints(self.out_dir / "checkpoints", config.keep)
-        self.ext_len = segment_lengths(model.config, config)[1]
+        self.ext_len = config.segment_lengths(model.config)[1]
         model.train()
         if config.compile:
             for block in model.blocks:
@@ -484,147 +470,3 @@ class Trainer:
 
 def _in_words(changes: Changes) -> str:
     return ", ".join(f"{name} is {now} (was {before})" for name, (before, now) in changes.items())
-
-
-# ---------------------------------------------------------------------------------------- the corpus
-
-
-def corpus_evaluator(
-    corpus: Corpus, model_config: TransformerXLConfig, config: TrainConfig
-) -> Evaluator | None:
-    """Reads the validation text, if there is one, with as many keys as in training at most.
-
-    Without memory it reads in windows, which score as many tokens as a training segment does.
-    """
-    if "valid" not in corpus.splits:
-        if config.scheduler == "dev_perf":
-            raise ValueError(
-                f"scheduler dev_perf follows the validation loss, and {corpus.name} has no split valid"
-            )
-        return None
-    scored, ext_len = segment_lengths(model_config, config)
-    tgt_len, stride = config.eval_tgt_len or scored, None
-    klen = model_config.mem_len + scored + ext_len
-    if tgt_len > klen:
-        raise ValueError(
-            f"eval_tgt_len must be at most {klen}, a training segment and its memory, got {tgt_len}"
-        )
-    mem_len: int | None = klen - tgt_len
-    if model_config.mem_len == 0:
-        tgt_len, stride, mem_len = max(scored + ext_len, tgt_len), tgt_len, None
-    elif mem_len == 0 and model_config.same_length and not model_config.same_length_extra:
-        raise ValueError(
-            f"eval_tgt_len must be less than {klen} with same_length: {klen} would leave no key of a memory"
-        )
-
-    def loss(model: TransformerXL, progress: Callable[[int], object]) -> float:
-        from txl_model.evaluate import evaluate
-
-        return evaluate(
-            model,
-            corpus.tokens("valid"),
-            tgt_len=tgt_len,
-            mem_len=mem_len,
-            stride=stride,
-            batch_size=config.eval_batch_size,
-            max_tokens=config.eval_max_tokens,
-            dtype=torch.bfloat16 if config.bf16 else None,
-            progress=progress,
-        ).loss
-
-    return loss
-
-
-# -------------------------------------------------------------------------- the folder, time and signals
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make a run's folder, and keep other trainings out of it: by a lock, which goes when its process does,
-    however that ends.
-
-    Raises ValueError if another training is in it, OSError if it cannot be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("ab")
-    except OSError as error:
-        raise OSError(f"cannot write to {folder}: {reason(error)}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another training is running in {folder}: wait for it or end it, or name another folder"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        yield
-
-
-class Stopwatch:
-    """Steps, tokens and seconds since a line of the log; evaluation and saving do not count."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.steps = self.tokens = 0
-        self._began = time.perf_counter()
-
-    def count(self, tokens: int) -> None:
-        """One more step."""
-        self.steps += 1
-        self.tokens += tokens
-
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / max(time.perf_counter() - self._began, 1e-9)
-
-    def seconds_per_step(self) -> float:
-        return (time.perf_counter() - self._began) / max(self.steps, 1)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._began += time.perf_counter() - began
-
-
-class Stopped(Exception):
-    """A signal has asked for an end."""
-
-
-class StopSignal:
-    """Notes SIGINT and SIGTERM instead of dying of them; the second one is not held back.
-
-    Only the main thread gets signals: in others this does nothing. A signal that is ignored, as SIGINT is in
-    a shell's background jobs, stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def check(self, tokens: int) -> None:
-        """Raise `Stopped` if there was a signal. A progress callback: the tokens do not matter."""
-        if self.number is not None:
-            raise Stopped
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
-            self.__exit__()
-            signal.raise_signal(number)
-        self.number = number

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from txl_model.config import TransformerXLConfig
 from txl_model.fields import Fields, check_at_least, option
 from txl_model.presets import preset
 
@@ -96,6 +97,13 @@ class TrainConfig(Fields):
             raise ValueError(
                 "scheduler dev_perf follows the validation loss: eval_interval must be at least 1"
             )
+
+    def segment_lengths(self, model_config: TransformerXLConfig) -> tuple[int, int]:
+        """Tokens that a segment of the model scores, and tokens before them that it reads again."""
+        tgt_len = self.tgt_len or model_config.tgt_len
+        if self.half_loss:
+            return tgt_len - tgt_len // 2, tgt_len // 2
+        return tgt_len, self.ext_len
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> TrainConfig:

@@ -26,7 +26,6 @@ from txl_model.config import TransformerXLConfig
 from txl_model.data import Corpus
 from txl_model.evaluate import Evaluation, as_many_keys, evaluate, evaluate_lengths
 from txl_model.presets import PRESETS, preset
-from txl_model.train import segment_lengths
 from txl_model.train_config import TrainConfig
 
 
@@ -86,43 +85,17 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(args.model, args.backend, to_stderr).to(device)
     check_vocabulary(args.model, corpus)
     tokens = corpus.tokens(args.split)
-    scored, ext_len = _segment_lengths(args.model, model.config)
-    stride = args.stride
-    if not (model.config.mem_len or args.preset or args.tgt_len or args.mem_len or args.warm_up) and ext_len:
-        stride = scored if stride is None else stride
-    with_memory = model.config.mem_len > 0 and stride is None
-    reading: dict[str, Any] = {"tgt_len": scored if with_memory else scored + ext_len}
-    reading |= preset(args.preset, "eval") if args.preset else {}
-    for name in ("tgt_len", "clamp_len", "same_length"):
-        if getattr(args, name) is not None:
-            reading[name] = getattr(args, name)
-    mem_len = reading.pop("mem_len", None)
-    mem_lens = args.mem_len or (mem_len,)
-    reading |= {
-        "batch_size": args.batch_size,
-        "max_tokens": args.max_tokens,
-        "dtype": torch.bfloat16 if args.bf16 else None,
-    }
-    if len(mem_lens) > 1 and stride is not None:
-        raise ValueError("--stride reads without memory: give it one --mem-len, or none")
+    mem_lens, reading = _reading(args, model.config)
     n_token = len(mem_lens) * min(len(tokens) - 1, args.max_tokens or len(tokens))
-    word = corpus.unit == "word"
     results = []
-    if mem_lens == (None,) and with_memory:
-        mem_lens = (as_many_keys(model.config, reading["tgt_len"], scored + ext_len),)
-        if mem_lens == (0,):
-            to_stderr(
-                f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
-                "training; --mem-len gives it memory"
-            )
     with tqdm(total=n_token, unit="token", unit_scale=True, disable=args.quiet or None) as bar:
         if len(mem_lens) > 1:
-            runs = evaluate_lengths(
-                model, tokens, mem_lens, warm_up=args.warm_up, progress=bar.update, **reading
-            )
+            del reading["stride"]
+            runs = evaluate_lengths(model, tokens, mem_lens, progress=bar.update, **reading)
         else:
-            reading |= {"mem_len": mem_lens[0], "stride": stride, "warm_up": args.warm_up or 0}
+            reading |= {"mem_len": mem_lens[0], "warm_up": args.warm_up or 0}
             runs = (evaluate(model, tokens, progress=bar.update, **reading) for _ in range(1))
+        word = corpus.unit == "word"
         _print(" mem_len       tokens     loss       " + ("ppl" if word else "bpc") + "   tokens/s")
         for result in runs:
             results.append(result)
@@ -131,36 +104,77 @@ def run(args: argparse.Namespace) -> None:
             mem_len = result.settings["mem_len"]
             _print(f"{mem_len:8d} {result.tokens:12,d} {result.loss:8.4f} {figure:9.4f} {speed:10,.0f}")
     if args.json:
-        lines = [
-            {
-                **r.settings,
-                "loss": r.loss,
-                "ppl": r.ppl,
-                "bpc": r.bpc,
-                "tokens": r.tokens,
-                "seconds": r.seconds,
-            }
-            for r in results
-        ]
         about = {"model": str(args.model), "corpus": corpus.identity, "split": args.split}
-        args.json.write_text(json.dumps({**about, "evaluations": lines}, indent=2) + "\n")
+        save(results, about, args.json)
     if args.plot:
         plot_lengths(results, corpus.unit, args.plot)
 
 
+def _reading(
+    args: argparse.Namespace, config: TransformerXLConfig
+) -> tuple[tuple[int, ...] | tuple[None], dict[str, Any]]:
+    """What was asked for, and the rest as in training: the memory lengths to evaluate with, and the other
+    arguments of `evaluate`."""
+    scored, ext_len = _segment_lengths(args.model, config)
+    stride = args.stride
+    if not (config.mem_len or args.preset or args.tgt_len or args.mem_len or args.warm_up) and ext_len:
+        stride = scored if stride is None else stride
+    with_memory = config.mem_len > 0 and stride is None
+    reading: dict[str, Any] = {"tgt_len": scored if with_memory else scored + ext_len}
+    reading |= preset(args.preset, "eval") if args.preset else {}
+    for name in ("tgt_len", "clamp_len", "same_length"):
+        if getattr(args, name) is not None:
+            reading[name] = getattr(args, name)
+    mem_len = reading.pop("mem_len", None)
+    mem_lens = args.mem_len or (mem_len,)
+    if len(mem_lens) > 1 and stride is not None:
+        raise ValueError("--stride reads without memory: give it one --mem-len, or none")
+    if mem_lens == (None,) and with_memory:
+        mem_lens = (as_many_keys(config, reading["tgt_len"], scored + ext_len),)
+        if mem_lens == (0,):
+            to_stderr(
+                f"without memory: a segment of {reading['tgt_len']} tokens has as many keys as there were in "
+                "training; --mem-len gives it memory"
+            )
+    reading |= {
+        "stride": stride,
+        "warm_up": args.warm_up,
+        "batch_size": args.batch_size,
+        "max_tokens": args.max_tokens,
+        "dtype": torch.bfloat16 if args.bf16 else None,
+    }
+    return mem_lens, reading
+
+
 def _segment_lengths(path: Path, config: TransformerXLConfig) -> tuple[int, int]:
-    """`segment_lengths` of the training that a model is from; of one that was converted, its tgt_len."""
+    """`TrainConfig.segment_lengths` of a model's training; of one that was converted, its tgt_len."""
     training = read_json(model_folder(path, lambda message: None) / CONFIG).get("train")
     if not training:
         return config.tgt_len, 0
     lengths = {name: training[name] for name in ("tgt_len", "ext_len", "half_loss") if name in training}
-    return segment_lengths(config, TrainConfig.from_dict(lengths))
+    return TrainConfig.from_dict(lengths).segment_lengths(config)
 
 
 def _print(line: str) -> None:
     """To standard output, past the progress bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
+
+
+def save(results: Sequence[Evaluation], about: dict[str, Any], file: Path) -> None:
+    """Write evaluations as JSON."""
+    evaluations = [
+        {
+            **r.settings,
+            "loss": r.loss,
+            "ppl": r.ppl,
+            "bpc": r.bpc,
+            "tokens": r.tokens,
+            "seconds": r.seconds,
+        }
+        for r in results
+    ]
+    file.write_text(json.dumps({**about, "evaluations": evaluations}, indent=2) + "\n")
 
 
 def plot_lengths(results: Sequence[Evaluation], unit: str, png: Path) -> None:
