@@ -72,6 +72,16 @@ def test_scale(backend, dtype, scale):
     check(backend, inputs(L=20, K=41, D=9, dtype=dtype, device=backend.device), backward=False, scale=scale)
 
 
+@pytest.mark.parametrize("scale, of_inputs", [(0.0, 1e14), (1e-33, 1e16), (-1e-33, 1e16)])
+@pytest.mark.parametrize("backend, dtype", each_dtype())
+def test_scale_of_huge_scores(backend, dtype, scale, of_inputs):
+    """Scores of 1e28 and more before the scale, which leaves nothing of them, or some 1."""
+    if dtype == torch.float16:
+        pytest.skip("float16 has no such numbers")
+    tensors = inputs(L=20, K=41, D=9, dtype=dtype, device=backend.device, scale=of_inputs)
+    check(backend, tensors, backward=False, scale=scale)
+
+
 @pytest.mark.parametrize("K", [150, 601])
 @pytest.mark.parametrize("backend, dtype", each_dtype(exact=True))
 def test_scores_far_from_zero(backend, dtype, K):

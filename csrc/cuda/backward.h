@@ -101,6 +101,9 @@ int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const Backw
   using SumFew = Type<SumKernel<E, 128>>;
   const auto run = [&](auto kernels) {
     using Of = typename decltype(kernels)::type;
+    static_assert(
+        Of::kKeys >= Workspace::kKeys && Of::kQueries >= Workspace::kQueries && Of::kRows >= Workspace::kRows,
+        "the workspace has room for the parts of so many blocks");
     error = launch_part<PrepareKernel<E, kHead>>(params, stream);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;

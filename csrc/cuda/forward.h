@@ -478,12 +478,15 @@ int choose_block(const ForwardParams& params, [[maybe_unused]] bool warpgroups, 
 
 template <typename E, int kHead>
 int Kernels<E, kHead>::forward(const Problem& p, const Forward& t, const ForwardCall& call) {
-  const int64_t step = is_decode(p) ? kForwardKeys<E, kHead, 1> : 64,
+  constexpr int kStep = 64;  // that every BN divides
+  static_assert(kStep % kForwardKeys<E, kHead, 4> == 0, "a split has whole tiles");
+  const int64_t step = is_decode(p) ? kForwardKeys<E, kHead, 1> : kStep,
                 split_keys = div_up(div_up(p.K, call.splits), step) * step;
   const ForwardParams params{
       p, t, Scales(p), call.splits, split_keys, call.parts, heads_together(p, sizeof(E))};
 #if defined(TXL_WARPGROUPS)
   if constexpr (is_half<E> && kHead <= 128) {
+    static_assert(kForwardKeys<E, kHead, 1> == kForwardKeys<E, kWarpgroupHead<kHead>, 1>, "as above");
     if (call.pdl && is_decode(p) && call.splits > 1)
       return WarpgroupKernels<E, kWarpgroupHead<kHead>>::decode(params, call.stream);
   }

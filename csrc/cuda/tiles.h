@@ -55,13 +55,13 @@ TXL_DEVICE T opaque(T x) {
 struct Scales {
   float sign;       // of q + u and q + v, which have a negative scale's
   float magnitude;  // what makes a gradient of a sum of dS with them
-  float log2;       // exp2(score * log2). Never 0: a hidden key's score is -inf
+  float log2;       // exp2(score * log2). A normal number, never 0: a hidden key's score is -inf
   float dropout;    // of what it keeps: 1 / (1 - p)
 
   explicit Scales(const Problem& p)
       : sign(p.scale < 0 ? -1.0f : 1.0f),
         magnitude(static_cast<float>(p.scale < 0 ? -p.scale : p.scale)),
-        log2((magnitude < 1e-30f ? 1e-30f : magnitude) * kLog2e),
+        log2(smaller(larger(magnitude * kLog2e, 1.17549435e-38f), 3.40282347e38f)),
         dropout(static_cast<float>(1 / (1 - p.dropout_p))) {}
 };
 

@@ -217,8 +217,9 @@ def _problem(inputs: Inputs, options: Options) -> tuple[Problem, dict[str, Any]]
         NEGATIVE=scale < 0,
         DROPOUT=dropout_p > 0,
     )
-    # A float32 in the kernels; 0 * -inf, the score of a hidden pair, would be NaN.
-    size = max(abs(scale), 1e-30)
+    # A float32 in the kernels, no less than its least normal number: 0 * -inf, the score of a hidden pair,
+    # would be NaN.
+    size = max(abs(scale), torch.finfo(torch.float32).tiny)
     scale = -size if scale < 0 else size
     return Problem(B, H, L, K, N, r_zero, left, right, scale, threshold, keep), constants
 
@@ -318,7 +319,8 @@ def backward(
     q, k, v, r, bias_u, bias_v, key_range, dropout_seed = inputs
     B, H, L, D = q.shape
     K, N = k.shape[2], r.shape[1]
-    gradients = dq, dk, dv, dr, du, dv_bias = new_gradients(inputs, wanted)
+    gradients = new_gradients(inputs, wanted)
+    dq, dk, dv, dr, *_ = gradients
     p, constants = _problem(inputs, options)
     of_dq = {name: constants[name] for name in ("D", "BD", "HAS_RANGE", "CLAMP")}
     of_dr = {name: constants[name] for name in ("D", "BD", "HAS_RANGE")}
@@ -397,19 +399,28 @@ def backward(
                 **of_dr,
             )
 
-        # du, dv_bias and, if anything is clamped, the clamped parts of dr: [H, 2 or 4, D].
         assert dq_tile is not None
-        ends, biases = None, [(n, x) for n, x in enumerate((du, dv_bias)) if x.numel() > 0]
-        if biases or constants["CLAMP"]:
-            blocks = _cdiv(L, dq_tile.BM)
-            of_blocks = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D)
-            ends = of_blocks[:, :, :, : 4 if constants["CLAMP"] else 2].sum((0, 2))
-            for n, gradient in biases:
-                gradient.copy_(ends[:, n])
-        if of_r and not whole_dr:
-            dr_sum = dr_parts[0] if splits == 1 else dr_parts.sum(0)
-            if ends is not None and constants["CLAMP"]:
-                dr_sum[:, 0] += ends[:, 2]
-                dr_sum[:, N - 1] += ends[:, 3]
-            dr.copy_(dr_sum)
+        blocks = _cdiv(L, dq_tile.BM)
+        parts = parts[: B * H * blocks * 4 * D].view(B, H, blocks, 4, D)
+        _add_up(parts, dr_parts if of_r and not whole_dr else None, gradients, constants["CLAMP"])
     return gradients
+
+
+def _add_up(parts: Tensor, dr_parts: Tensor | None, gradients: Gradients, clamp: bool) -> None:
+    """Set du, dv_bias and, unless dr's kernel has written it (dr_parts None), dr.
+
+    parts: of dq's kernel, [B, H, blocks of queries, 4, D]: du, dv_bias and, if any pair is clamped, the first
+    and the last row of dr. dr_parts: of dr's kernel, [shares of the batch, H, N, D].
+    """
+    *_, dr, du, dv_bias = gradients
+    ends, biases = None, [(n, x) for n, x in enumerate((du, dv_bias)) if x.numel() > 0]
+    if biases or clamp:
+        ends = parts[:, :, :, : 4 if clamp else 2].sum((0, 2))
+        for n, gradient in biases:
+            gradient.copy_(ends[:, n])
+    if dr_parts is not None:
+        dr_sum = dr_parts[0] if len(dr_parts) == 1 else dr_parts.sum(0)
+        if ends is not None and clamp:
+            dr_sum[:, 0] += ends[:, 2]
+            dr_sum[:, -1] += ends[:, 3]
+        dr.copy_(dr_sum)
