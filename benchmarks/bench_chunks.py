@@ -151,27 +151,22 @@ def measured(sizes: Streaming, which: str, args: argparse.Namespace, progress: P
     """Milliseconds of every way, and why a way has none."""
     inputs = sizes.inputs()
     truth = task(in_chunks(sizes), [x.double() for x in inputs], which).run()
-    tasks: dict[str, Task] = {}
-    notes: dict[str, str] = {}
-    for way, (build, compiled) in WAYS.items():
-        if compiled and not args.compile:
-            continue
-        progress.expect(1)
-        progress.step(f"{which}: {way}, first call")
-        try:
-            attend = build(sizes)
-            if compiled:
-                torch._dynamo.reset()
-                attend = torch.compile(attend, dynamic=False)
-            timed = task(attend, inputs, which)
-            errors = [float((x - y).norm() / y.norm()) for x, y in zip(timed.run(), truth, strict=True)]
-        except Exception as error:  # whatever a way dies of
-            notes[way] = cli.why(error)
-            continue
-        if max(errors) < TOLERANCE:
-            tasks[way] = timed
-        else:
-            notes[way] = f"WRONG: differs from float64 by {max(errors):.1e}"
+
+    def build(way: str) -> Task:
+        of_sizes, compiled = WAYS[way]
+        attend = of_sizes(sizes)
+        if compiled:
+            torch._dynamo.reset()
+            attend = torch.compile(attend, dynamic=False)
+        return task(attend, inputs, which)
+
+    def mistake(way: str, result: tuple[Tensor, ...]) -> str | None:
+        errors = (float((x - y).norm() / y.norm()) for x, y in zip(result, truth, strict=True))
+        wrong = [error for error in errors if not error < TOLERANCE]
+        return f"WRONG: differs from float64 by {wrong[0]:.1e}" if wrong else None
+
+    ways = {way: partial(build, way) for way, (_, compiled) in WAYS.items() if args.compile or not compiled}
+    tasks, notes = progress.first_calls(ways, mistake, which)
     samples = progress.sample(tasks, args.repeat, args.budget, which)
     return {"which": which, "ms": {way: 1e3 * median(s) for way, s in samples.items()}, "notes": notes}
 

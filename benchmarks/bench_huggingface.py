@@ -21,7 +21,7 @@ from typing import Any
 import cli
 import measure
 import torch
-from cli import Progress, positive, why
+from cli import Progress, positive
 from machine import describe
 from measure import Task
 from torch import Tensor, nn
@@ -187,27 +187,21 @@ class Job:
 
 def measured(job: Job, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Milliseconds and peak MB of every way, and why a way has none."""
-    tasks: dict[str, Task] = {}
-    notes: dict[str, str] = {}
     truth: list[Tensor | None] | None = None
-    for way, (_, compiled) in ways(job.model).items():
-        if compiled and not args.compile:
-            continue
-        progress.expect(1)
-        progress.step(f"{job}: {way}, first call")
-        try:
-            task = job.task(way)
-            result = [None if tensor is None else tensor.detach() for tensor in task.run()]
-        except Exception as error:  # whatever a way dies of
-            notes[way] = why(error)
-            continue
+
+    def compare(way: str, result: tuple[Tensor | None, ...]) -> str | None:
+        nonlocal truth
+        got = [None if tensor is None else tensor.detach() for tensor in result]
         if truth is None and way != OURS:
-            truth = result
-        note = "not timed: none of theirs runs, to compare with" if truth is None else mistake(result, truth)
-        if note:
-            notes[way] = note
-        else:
-            tasks[way] = task
+            truth = got
+        return "not timed: none of theirs runs, to compare with" if truth is None else mistake(got, truth)
+
+    builders = {
+        way: partial(job.task, way)
+        for way, (_, compiled) in ways(job.model).items()
+        if args.compile or not compiled
+    }
+    tasks, notes = progress.first_calls(builders, compare, str(job))
     if OURS in tasks:  # the first in the table
         tasks = {OURS: tasks.pop(OURS), **tasks}
     samples = progress.sample(tasks, args.repeat, args.budget, str(job))

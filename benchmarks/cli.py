@@ -134,6 +134,32 @@ class Progress(tqdm):
         self.expect(repeat * len(tasks))
         return measure.interleave(tasks, repeat, budget, lambda name: self.step(f"{what}: timing {name}"))
 
+    def first_calls(
+        self,
+        ways: dict[str, Callable[[], Task]],
+        mistake: Callable[[str, Any], str | None],
+        what: str,
+    ) -> tuple[dict[str, Task], dict[str, str]]:
+        """The tasks that can be timed, and of the other ways why not.
+
+        mistake: given a way and its result, what is wrong with it, in words.
+        """
+        tasks: dict[str, Task] = {}
+        notes: dict[str, str] = {}
+        for way, build in ways.items():
+            self.expect(1)
+            self.step(f"{what}: {way}, first call")
+            try:
+                task = build()
+                note = mistake(way, task.run())
+            except Exception as error:  # whatever a way dies of
+                note = why(error)
+            if note:
+                notes[way] = note
+            else:
+                tasks[way] = task
+        return tasks, notes
+
 
 def why(error: Exception) -> str:
     """The line of an exception that tells most."""

@@ -879,6 +879,20 @@ def test_wrong_chunks_are_not_timed(capsys, monkeypatch):
     assert "WRONG" in line_of(capsys.readouterr().out, f"    {bench_chunks.OURS}")
 
 
+def test_chunks_with_nan_in_one_gradient_are_wrong(capsys, monkeypatch):
+    right = bench_chunks.attention_in_chunks
+
+    def attend(q, k, v, *x, **sizes):
+        v = v.clone()
+        if v.requires_grad:
+            v.register_hook(lambda gradient: gradient * math.nan)
+        return right(q, k, v, *x, **sizes)
+
+    monkeypatch.setattr(bench_chunks, "attention_in_chunks", attend)
+    assert bench_chunks.main([*FEW_FRAMES, "--no-compile"]) == 1
+    assert "WRONG: differs from float64 by nan" in capsys.readouterr().out
+
+
 # ---- bench_huggingface -----------------------------------------------------------------------------
 
 
