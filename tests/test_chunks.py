@@ -9,7 +9,7 @@ from txl_kernels.chunks import attention_in_chunks
 B, H, D = 2, 2, 8
 
 
-def problem(T, N):
+def problem(T, N, B=B):
     torch.manual_seed(0)
     shapes = ((B, H, T, D), (B, H, T, D), (B, H, T, D), (H, N, D), (H, D), (H, D))
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -87,12 +87,30 @@ def test_rows_of_another_table():
     torch.testing.assert_close(out, by_mask(*inputs, 4, 6, 14))
 
 
-def test_no_frames():
-    inputs = problem(0, 9)
+@pytest.mark.parametrize("B, T", [(2, 0), (0, 7), (0, 0)])
+def test_nothing(B, T):
+    inputs = problem(T, 9, B)
     out = attention_in_chunks(*inputs, chunk=3, left=4)
-    assert out.shape == (B, H, 0, D)
+    assert out.shape == (B, H, T, D)
     for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
         assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize("T", [15, 13])
+def test_nan_stays_in_its_entry_of_the_batch(T):
+    """Entries lie one behind the other: before the first chunks of one are the last frames of another."""
+    inputs = problem(T, 9)
+    for x in inputs[:3]:
+        with torch.no_grad():
+            x[0] = torch.nan
+    out = attention_in_chunks(*inputs, chunk=3, left=4)
+    gradients = torch.autograd.grad(out[1].sum(), inputs[:3])
+    q, k, v, *others = (x.detach() for x in inputs)
+    alone = [x[1:].requires_grad_() for x in (q, k, v)]
+    expected = attention_in_chunks(*alone, *others, chunk=3, left=4)
+    torch.testing.assert_close(out[1:], expected)
+    for got, right in zip(gradients, torch.autograd.grad(expected.sum(), alone), strict=True):
+        torch.testing.assert_close(got[1:], right)
 
 
 def test_a_range_beyond_the_frames_is_clamped():
@@ -143,10 +161,11 @@ def test_compiled(dynamic):
 
 
 @pytest.mark.parametrize("traced", [15, 13])
-def test_exported_for_other_numbers_of_frames(traced):
-    auto = {2: torch.export.Dim.AUTO}
+def test_exported_for_other_numbers_of_frames_and_entries(traced):
+    auto = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}
     inputs = tuple(x.detach() for x in problem(traced, 9)[:4])
     program = torch.export.export(Layer(), inputs, dynamic_shapes=(auto, auto, auto, None)).module()
     for T in (3, 4, 12, 13, 15, 40):
-        q, k, v, r, *_ = (x.detach() for x in problem(T, 9))
-        torch.testing.assert_close(program(q, k, v, r), attention_in_chunks(q, k, v, r, chunk=3, left=4))
+        for entries in (2, 3):
+            q, k, v, r, *_ = (x.detach() for x in problem(T, 9, entries))
+            torch.testing.assert_close(program(q, k, v, r), attention_in_chunks(q, k, v, r, chunk=3, left=4))

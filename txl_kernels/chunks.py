@@ -30,9 +30,10 @@ def attention_in_chunks(
 ) -> Tensor:
     """`rel_attention` of frames that see all of their own chunk and `left` frames before it.
 
-    Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call. That
-    takes a copy of k and v of 1 + left / chunk times their size; where that is more than 64 times, each chunk
-    is a call. `torch.export` takes T of `Dim.AUTO`.
+    Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call.
+    Backward then takes room for 1 + left / chunk times the gradients of k and v (below float32, forward for
+    as many copies of them too); where that is more than 64 times, each chunk is a call. `torch.export` takes
+    B and T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].
@@ -84,7 +85,7 @@ def attention_in_chunks(
     )
     if not torch.compiler.is_compiling():  # to which T may be a symbol
         left = min(left, T)
-    by_chunks = _together if left < _MOST_COPIES * chunk else _one_by_one
+    by_chunks = _together if q.shape[0] and left < _MOST_COPIES * chunk else _one_by_one
     return by_chunks(attend, q, k, v, key_range, chunk, left)
 
 
@@ -104,15 +105,24 @@ def _together(
     n = T // chunk + 1  # the last one is never whole: one graph serves every T from `chunk` on
     behind = n * chunk - T
 
-    def of_chunks(x: Tensor, before: int) -> Tensor:
-        """Each with the frames before it: [B n, H, before + chunk, D]."""
-        y = F.pad(_for_sums(x) if before else x, (0, 0, before, behind)).unfold(2, before + chunk, chunk)
-        return y.permute(0, 2, 1, 4, 3).to(x.dtype).flatten(0, 1)
+    def in_a_row(x: Tensor, before: int) -> Tensor:
+        """The entries of the batch one behind the other, whole chunks of each: [H, before + B n chunk, D]."""
+        if x.shape[0] == 1:
+            return F.pad(x[0], (0, 0, before, behind))
+        y = F.pad(x.transpose(0, 1), (0, 0, 0, behind)).flatten(1, 2)
+        return F.pad(y, (0, 0, before, 0)) if before else y
+
+    def with_frames_before(x: Tensor) -> Tensor:
+        """Of every chunk: [B n, H, left + chunk, D], a view. What it has of the entry before its own, or of
+        nothing, `keys` hides."""
+        y = in_a_row(_for_sums(x), left).unfold(1, left + chunk, chunk)
+        return y.permute(1, 0, 3, 2).to(x.dtype)
 
     start = left - chunk * torch.arange(n, device=q.device)  # where frame 0 is among the keys of a chunk
     exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B, n, 2]
     keys = exist.flatten(0, 1).int()
-    out = attend(of_chunks(q, 0), of_chunks(k, left), of_chunks(v, left), key_range=keys)
+    queries = in_a_row(q, 0).unflatten(1, (-1, chunk)).transpose(0, 1)
+    out = attend(queries, with_frames_before(k), with_frames_before(v), key_range=keys)
     return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
@@ -128,7 +138,7 @@ def _one_by_one(
     T, dtype = q.shape[2], k.dtype
     k, v = _for_sums(k), _for_sums(v)
     outs = []
-    for start in range(0, T, chunk):
+    for start in range(0, max(T, 1), chunk):
         end, first = min(start + chunk, T), max(start - left, 0)
         keys = (key_range - first).clamp(0, end - first).int()
         seen = (x[:, :, first:end].to(dtype) for x in (k, v))
