@@ -38,8 +38,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Streaming:
-    """The sizes: frames, those of a chunk, those seen before it, heads, numbers per head."""
+    """The sizes: recordings, frames of each, of a chunk, seen before it, heads, numbers per head."""
 
+    batch: int
     frames: int
     chunk: int
     left: int
@@ -55,7 +56,7 @@ class Streaming:
         """q, k, v, r, bias_u, bias_v."""
         torch.manual_seed(0)
         H, D = self.heads, self.d_head
-        shapes = (*(((1, H, self.frames, D),) * 3), (H, self.r_zero + self.chunk, D), (H, D), (H, D))
+        shapes = (*(((self.batch, H, self.frames, D),) * 3), (H, self.r_zero + self.chunk, D), (H, D), (H, D))
         return [torch.randn(shape) for shape in shapes]
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
@@ -86,19 +87,24 @@ def in_chunks(sizes: Streaming) -> Attend:
     T, chunk, left = sizes.frames, sizes.chunk, sizes.left
     n = -(-T // chunk)
     key = chunk * torch.arange(n).view(n, 1, 1, 1) - left + torch.arange(left + chunk)
-    hidden = torch.zeros(key.shape).masked_fill_((key < 0) | (key >= T), -math.inf)
+    hidden = (
+        torch.zeros(key.shape).masked_fill_((key < 0) | (key >= T), -math.inf).repeat(sizes.batch, 1, 1, 1)
+    )
 
-    def of_chunks(x: Tensor) -> Tensor:
-        """[1, H, T, D] -> [n, H, left + chunk, D]"""
-        x = F.pad(x, (0, 0, left, n * chunk - T)).unfold(2, left + chunk, chunk)
-        return x[0].permute(1, 0, 3, 2)
+    def of_chunks(x: Tensor, before: int) -> Tensor:
+        """[B, H, T, D] -> [B n, H, before + chunk, D], a view of the recordings one behind the other."""
+        if len(x) == 1:
+            x = F.pad(x[0], (0, 0, before, n * chunk - T))
+        else:
+            x = F.pad(x.transpose(0, 1), (0, 0, 0, n * chunk - T)).flatten(1, 2)
+            x = F.pad(x, (0, 0, before, 0))
+        return x.unfold(1, before + chunk, chunk).permute(1, 0, 3, 2)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
-        q = F.pad(q, (0, 0, 0, n * chunk - T))[0].unflatten(1, (n, chunk)).transpose(0, 1)
+        q, k, v = of_chunks(q, 0), of_chunks(k, left), of_chunks(v, left)
         position = shifted(((q + w[:, None]) * sizes.d_head**-0.5) @ r.mT)[..., : left + chunk]
-        bias = position + hidden
-        out = F.scaled_dot_product_attention(q + u[:, None], of_chunks(k), of_chunks(v), attn_mask=bias)
-        return out.transpose(0, 1).flatten(1, 2)[None, :, :T]
+        out = F.scaled_dot_product_attention(q + u[:, None], k, v, attn_mask=position + hidden)
+        return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
     return attend
 
@@ -186,6 +192,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time attention in chunks, PyTorch's ways and ours.")
     number = positive(int)
+    parser.add_argument("--batch", type=number, default=1, help="recordings (1)")
     parser.add_argument("--frames", type=number, default=1904, help="of a recording (1904)")
     parser.add_argument("--chunk", type=number, default=14, help="frames of a chunk (14)")
     parser.add_argument(
@@ -196,11 +203,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out compiled ways")
     cli.add_options(parser, repeat=9, budget=20.0)
     args = cli.parse(parser, argv)
-    sizes = Streaming(args.frames, args.chunk, args.left, args.heads, args.d_head)
+    sizes = Streaming(args.batch, args.frames, args.chunk, args.left, args.heads, args.d_head)
     machine = describe("cpu")
     print(
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, float32, {sizes.frames} "
-        f"frames in chunks of {sizes.chunk} that see {sizes.left} before, {sizes.heads} x {sizes.d_head}",
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, float32, "
+        f"{sizes.batch} x {sizes.frames} frames in chunks of {sizes.chunk} that see {sizes.left} before, "
+        f"{sizes.heads} x {sizes.d_head}",
         flush=True,
     )
     results: list[dict[str, Any]] = []

@@ -852,9 +852,10 @@ def test_wrong_layers_are_not_timed(monkeypatch, name):
 FEW_FRAMES = ["--frames=31", "--chunk=4", "--left=6", "--heads=2", "--d-head=8", "--repeat=2"]
 
 
-def test_chunks_beside_torchs_ways(capsys, tmp_path):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_chunks_beside_torchs_ways(capsys, tmp_path, batch):
     path = tmp_path / "chunks.json"
-    assert bench_chunks.main([*FEW_FRAMES, "--no-compile", "--json", str(path)]) == 0
+    assert bench_chunks.main([*FEW_FRAMES, f"--batch={batch}", "--no-compile", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]
     eager = [way for way, (_, compiled) in bench_chunks.WAYS.items() if not compiled]
     assert [result["which"] for result in results] == list(bench_chunks.PASSES)
