@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ def attention_in_chunks(
     """`rel_attention` of frames that see all of their own chunk and `left` frames before it.
 
     Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call.
-    Backward then takes room for 1 + left / chunk times the gradients of k and v (below float32, forward for
-    as many copies of them too); where that is more than 64 times, each chunk is a call. `torch.export` takes
-    B and T of `Dim.AUTO`.
+    Backward then takes room for 1 + left / chunk times the gradients of k and v; where that is more than 64
+    times, each chunk is a call. `torch.export` takes B and T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].
@@ -115,8 +115,9 @@ def _together(
     def with_frames_before(x: Tensor) -> Tensor:
         """Of every chunk: [B n, H, left + chunk, D], a view. What it has of the entry before its own, or of
         nothing, `keys` hides."""
-        y = in_a_row(_for_sums(x), left).unfold(1, left + chunk, chunk)
-        return y.permute(1, 0, 3, 2).to(x.dtype)
+        y = in_a_row(x, left)
+        y = _Unfold.apply(y, left + chunk, chunk) if _is_narrow(x) else y.unfold(1, left + chunk, chunk)
+        return y.permute(1, 0, 3, 2)
 
     start = left - chunk * torch.arange(n, device=q.device)  # where frame 0 is among the keys of a chunk
     exist = (start[:, None] + key_range[:, None]).clamp(0, left + chunk)  # [B, n, 2]
@@ -124,6 +125,27 @@ def _together(
     queries = in_a_row(q, 0).unflatten(1, (-1, chunk)).transpose(0, 1)
     out = attend(queries, with_frames_before(k), with_frames_before(v), key_range=keys)
     return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+class _Unfold(torch.autograd.Function):
+    """x.unfold(1, size, step) where `_is_narrow`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, size: int, step: int) -> Tensor:
+        return x.unfold(1, size, step)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        x, ctx.size, ctx.step = inputs
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, *of_windows: Tensor) -> tuple[Tensor, None, None]:
+        (windows,) = of_windows
+        total = torch.ops.aten.unfold_backward(windows.float(), ctx.shape, 1, ctx.size, ctx.step)
+        return total.to(windows.dtype), None, None
 
 
 def _one_by_one(
@@ -136,7 +158,7 @@ def _one_by_one(
     left: int,
 ) -> Tensor:
     T, dtype = q.shape[2], k.dtype
-    k, v = _for_sums(k), _for_sums(v)
+    k, v = (x.float() if _is_narrow(x) else x for x in (k, v))
     outs = []
     for start in range(0, max(T, 1), chunk):
         end, first = min(start + chunk, T), max(start - left, 0)
@@ -146,6 +168,6 @@ def _one_by_one(
     return torch.cat(outs, 2)
 
 
-def _for_sums(x: Tensor) -> Tensor:
-    """x for several chunks that take the same frames: their gradients are added up in float32 at least."""
-    return x.float() if x.requires_grad and x.dtype.itemsize < 4 else x
+def _is_narrow(x: Tensor) -> bool:
+    """Whether the gradient of x, to which several chunks add, is added up in float32, not in its own."""
+    return x.requires_grad and x.dtype.itemsize < 4
