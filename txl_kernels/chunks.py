@@ -33,7 +33,7 @@ def attention_in_chunks(
 
     Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call.
     Backward then takes room for 1 + left / chunk times the gradients of k and v; where that is more than 64
-    times, each chunk is a call. `torch.export` takes B and T of `Dim.AUTO`.
+    times, each chunk is a call, and `torch.export` fixes T. Else it takes B and T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].

@@ -11,6 +11,7 @@ In an environment of its own:
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ def nemotron(**changed):
 
 def of_encoder(encoder):
     """An encoder over hidden states, taken out of a model that begins with convolutions."""
+    encoder.config._attn_implementation = "sdpa"  # a whole model sets it; without, no mask is made
 
     def call(model, padding):
         mask = padded(dtype=torch.bool) if padding else None
@@ -223,6 +225,77 @@ def test_same_numbers_as_their_own(build, padding):
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-8, atol=1e-10 * largest, msg=name)
     assert ours.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("build", [wav2vec2_conformer, wav2vec2_bert, seamless_m4t], ids=lambda b: b.__name__)
+def test_masks_of_eager_attention(build):
+    """Which are added to scores, where those of SDPA are bool."""
+    model, call = prepared(build)
+    assert not torch.equal(call(model, True), call(model, False)[padded().bool()])  # there is a mask
+    model.config._attn_implementation = "eager"
+    ours = copy.deepcopy(model)
+    use_rel_attention(ours)
+    torch.testing.assert_close(call(ours, True), call(model, True), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("build", [fastspeech2, xlnet], ids=lambda build: build.__name__)
+def test_dropout_goes_by_its_own_mode(build):
+    """Not the layer's: Monte Carlo dropout is on in a model that is evaluated."""
+    model, call = prepared(build)
+    use_rel_attention(model)
+    kept = call(model, False)
+    layers = [layer for layer in model.modules() if hasattr(layer, "_txl_masks")]
+    for layer in layers:
+        layer.dropout = torch.nn.Dropout(0.5)  # in training
+    assert not torch.equal(call(model, False), kept)
+    for layer in layers:
+        layer.train()
+        layer.dropout.eval()
+    torch.testing.assert_close(call(model, False), kept)
+    for layer in layers:
+        layer.dropout = torch.nn.Identity()
+    torch.testing.assert_close(call(model, False), kept)
+
+
+def test_projections_that_are_wrapped():
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model, call = prepared(parakeet)
+    use_rel_attention(model)
+    expected = call(model, False)
+    for layer in model.layers:
+        layer.self_attn.q_proj = Wrapped(layer.self_attn.q_proj)
+    assert torch.equal(call(model, False), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is fixed
+def test_traced():
+    model, _ = prepared(parakeet)
+    use_rel_attention(model)
+    model.requires_grad_(False)
+
+    def call(x):
+        return model(x)[0]
+
+    traced = torch.jit.trace(call, speech(80, 16), check_trace=False)
+    other = speech(80, 16, seed=3)
+    torch.testing.assert_close(traced(other), call(other))
+
+
+def test_a_parametrized_layer_is_not_pickled():
+    """As torch has it: what comes back would have no such weight."""
+    model = xlnet_model()
+    use_rel_attention(model)
+    layer = model.layer[0].rel_attn
+    torch.nn.utils.parametrize.register_parametrization(layer, "q", torch.nn.Identity())
+    with pytest.raises(RuntimeError, match="parametrized modules"):
+        pickle.dumps(model)
 
 
 def test_nemotron_in_streaming():
@@ -363,9 +436,10 @@ def test_xlnets_second_stream_with_padding():
     use_rel_attention(ours)
     asked = torch.zeros(B, 2, T)
     asked[:, 0, T - 1] = asked[:, 1, T - 3] = 1
-    given = {"attention_mask": padded().flip(1), "target_mapping": asked}
-    expected, got = (m(tokens(), **given).last_hidden_state for m in (model, ours))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for mask in (padded().flip(1), padded()):
+        given = {"attention_mask": mask, "target_mapping": asked}
+        expected, got = (m(tokens(), **given).last_hidden_state for m in (model, ours))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"attention_mask: .* padding"):
         ours(tokens(), target_mapping=asked, perm_mask=torch.eye(T).expand(B, T, T))
 
@@ -388,11 +462,25 @@ def test_xlnet_generates():
         ({"perm_mask": torch.ones(B, T, T, dtype=torch.float64).triu()}, "perm_mask: .* target_mapping"),
         ({"perm_mask": torch.eye(T)[-1].expand(B, T, T)}, "perm_mask: .* target_mapping"),
         (
+            {
+                "perm_mask": (torch.eye(T)[-1] - torch.diag(torch.eye(T)[-1])).expand(B, T, T),
+                "target_mapping": torch.eye(T)[-1:].expand(B, 1, T),
+            },
+            "perm_mask: .* hidden from itself",
+        ),
+        (
             {"attention_mask": padded(dtype=torch.float64).flip(1), "mems": [speech().transpose(0, 1)] * 2},
             "attention_mask: .* padding",
         ),
     ],
-    ids=["segments", "attention weights", "permutation", "last token", "padding behind memory"],
+    ids=[
+        "segments",
+        "attention weights",
+        "permutation",
+        "last token",
+        "seen by itself",
+        "padding behind memory",
+    ],
 )
 def test_xlnet_refuses(given, message):
     model, _ = prepared(xlnet)

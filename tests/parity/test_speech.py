@@ -209,6 +209,42 @@ def test_dropout_while_training(build):
     assert ((outs.mean(0) - whole[EXIST]).abs() < 6 * spread / 600**0.5).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("build", [espnet_layer, nemo_layer, speechbrain_layer], ids=lambda b: b.__name__)
+def test_dropout_goes_by_its_own_mode(build):
+    """Not the layer's: Monte Carlo dropout is on in a model that is evaluated."""
+    layer, call = prepared(build)
+    name = "dropout_att" if hasattr(layer, "dropout_att") else "dropout"
+    setattr(layer, name, nn.Dropout(0.5))  # in training
+    assert not torch.equal(call(layer, False), call(layer, False))  # theirs
+    use_rel_attention(layer)
+    assert not torch.equal(call(layer, False), call(layer, False))
+    layer.train()
+    getattr(layer, name).eval()
+    assert torch.equal(call(layer, False), call(layer, False))
+
+
+def test_dropout_of_sdpa_goes_by_the_layers_mode():
+    layer, call = prepared(nemo_layer_by_sdpa)
+    layer.dropout_rate = 0.5
+    layer.dropout.train()
+    assert torch.equal(call(layer, False), call(layer, False))  # theirs
+    use_rel_attention(layer)
+    assert torch.equal(call(layer, False), call(layer, False))
+    layer.train()
+    assert not torch.equal(call(layer, False), call(layer, False))
+
+
+def test_espnet_of_another_package(monkeypatch):
+    """Where it is from release 202609 on."""
+    layer, call = prepared(espnet_layer)
+    expected = call(layer, True)
+    monkeypatch.setattr(
+        type(layer), "__module__", "espnet2.legacy.nets.pytorch_backend.transformer.attention"
+    )
+    assert use_rel_attention(layer) == 1
+    torch.testing.assert_close(call(layer, True)[EXIST], expected[EXIST])
+
+
 def context(style, left, right):
     """The mask over all pairs of NeMo's encoder with that att_context_style and att_context_size."""
     i, j = torch.arange(T)[:, None], torch.arange(T)

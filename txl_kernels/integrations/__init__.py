@@ -28,8 +28,8 @@ def use_rel_attention(model: nn.Module) -> int:
     Changes the model in place, for inference and for training; its weights load and save as before. Layers
     that are served:
 
-    - transformers 5: those of Parakeet, Nemotron streaming speech recognition (also with a cache),
-      FastSpeech2-Conformer, XLNet (attn_type="bi" without bi_data) and, with
+    - transformers 5: those of Parakeet, Nemotron streaming speech recognition (also with a cache, a chunk at
+      a time), FastSpeech2-Conformer, XLNet (attn_type="bi" without bi_data) and, with
       position_embeddings_type="relative", of Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T's speech
       encoder;
     - ESPnet: RelPositionMultiHeadedAttention (Conformer, Branchformer, E-Branchformer; not the legacy one);
@@ -38,10 +38,11 @@ def use_rel_attention(model: nn.Module) -> int:
     - SpeechBrain: RelPosMHAXL (Conformer, Branchformer).
 
     Outputs and gradients are the same but for rounding. Differences: outputs at padding, which mean nothing,
-    may be others (and so is what XLNet, which masks no memory, makes of them with use_mems=True); dropout
-    draws other numbers; dropout of the positions' embeddings (Parakeet's dropout_positions, XLNet's dropout)
-    drops the same for the whole batch; attention weights are None, those that ESPnet keeps in its layers, too
-    (train with --num_att_plot 0).
+    may be others, and so those of tokens that XLNet's perm_mask hides (as is what XLNet, which masks no
+    memory, makes of them with use_mems=True, and its loss of question answering, a softmax over padding too);
+    dropout draws other numbers; dropout of the positions' embeddings (Parakeet's dropout_positions, XLNet's
+    dropout) drops the same for the whole batch; attention weights are None, those that ESPnet keeps in its
+    layers, too (train with --num_att_plot 0).
 
     What the fused operation cannot do is refused with a ValueError when the model is called (with a
     RuntimeError if it is compiled): masks other than padding before or behind the keys of a sequence
@@ -51,7 +52,8 @@ def use_rel_attention(model: nn.Module) -> int:
     else.
 
     Args:
-        model: a model, or a part of one, on any device.
+        model: a model, or a part of one (but of XLNet only the whole tells what has to be refused), on any
+            device.
 
     Returns:
         The number of layers that were changed.
@@ -67,9 +69,7 @@ def use_rel_attention(model: nn.Module) -> int:
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layer that is served; these are: "
-            + ", ".join(
-                name if of.library is None else f"{of.library}'s {name}" for name, of in _LAYERS.items()
-            )
+            + ", ".join(f"{of.packages[0]}'s {name}" if of.packages else name for name, of in _LAYERS.items())
         )
     xlnets: list[Any] = [
         module
@@ -118,8 +118,10 @@ def _by_rel_attention(base: Any) -> Any:
     )
 
 
-def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+def _reduce(layer: Any, protocol: Any) -> Any:
     """For pickle, which would find the original class by that name."""
+    if type(layer) is not _by_rel_attention(layer._txl_base):  # parametrized since: torch's own says no
+        return object.__reduce_ex__(layer, protocol)
     return _new, (layer._txl_base,), layer.__dict__
 
 
@@ -132,6 +134,7 @@ def _is_served(layer: nn.Module) -> bool:
     kind = getattr(layer, "position_embeddings_type", "relative")  # Shaw's, rotary or none, in some
     for base in type(layer).__mro__ if kind == "relative" else ():
         served = _LAYERS.get(base.__name__)
-        if served and served.library in (None, base.__module__.partition(".")[0]):
+        package = base.__module__.partition(".")[0]
+        if served and (not served.packages or package in served.packages):
             return getattr(type(layer), served.method) is getattr(base, served.method)
     return False

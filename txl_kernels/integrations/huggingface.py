@@ -11,11 +11,13 @@ from txl_kernels.api import rel_attention
 from txl_kernels.integrations.layer import (
     Served,
     attention,
+    dropped_by,
     espnet_attention,
     heads,
+    number,
     rows_of_positions,
 )
-from txl_kernels.integrations.masks import Seen, padding, read_conformer_mask, seen
+from txl_kernels.integrations.masks import Seen, check, padding, read_conformer_mask, seen
 
 # ---- Masks -------------------------------------------------------------------------------------------------
 
@@ -52,11 +54,20 @@ def refuse_perm_mask(
         zip(("input_ids", "attention_mask", "mems", "perm_mask", "target_mapping"), args, strict=False)
     )
     given.update(kwargs)
-    if given.get("perm_mask") is not None and given.get("target_mapping") is None:
+    perm_mask = given.get("perm_mask")
+    if perm_mask is None:
+        return
+    if given.get("target_mapping") is None:
         raise ValueError(
             "perm_mask: the fused attention has it only beside a target_mapping, for which hidden tokens' "
             "own results do not matter"
         )
+    hidden = perm_mask != 0
+    itself = hidden.diagonal(dim1=1, dim2=2)
+    by_others = (hidden & ~torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)).any(1)
+    check(
+        (itself | ~by_others).all(), "perm_mask: a token that it hides from others must be hidden from itself"
+    )
 
 
 @padding
@@ -66,7 +77,8 @@ def _read_xlnet_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     visible = mask[..., 0].permute(2, 0, 1) == 0
     own = torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
-    own.diagonal(mask.shape[1] - mask.shape[0]).fill_(True)
+    if len(mask) > 1:  # one row is for all queries
+        own.diagonal(mask.shape[1] - mask.shape[0]).fill_(True)
     keys = (visible | own).all(1)
     at_padding = own & ~keys[:, None]
     return keys, ((visible == (keys[:, None] | own)) | at_padding).all()
@@ -105,7 +117,9 @@ def _nemotron(
 def _parakeet_heads(layer: Any, hidden_states: Tensor) -> list[Tensor]:
     """q, k, v."""
     projections = layer.q_proj, layer.k_proj, layer.v_proj
-    return [heads(project(hidden_states), project.out_features // layer.head_dim) for project in projections]
+    return [
+        project(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for project in projections
+    ]
 
 
 def _like_parakeet(
@@ -134,7 +148,8 @@ def _wav2vec2_conformer(
     **_: Any,
 ) -> tuple[Tensor, None]:
     key_range = layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_wav2vec2_mask)
-    return _like_espnet(layer, hidden_states, relative_position_embeddings, key_range)
+    dropout_p = layer.dropout.p if layer.training else 0.0  # as its own: not by the mode of the dropout
+    return _like_espnet(layer, hidden_states, relative_position_embeddings, key_range, dropout_p)
 
 
 def _fastspeech2(
@@ -145,17 +160,17 @@ def _fastspeech2(
     output_attentions: bool = False,
 ) -> tuple[Tensor, None]:
     key_range = layer._txl_masks.of(layer, attention_mask, *hidden_states.shape[:2], _read_fastspeech2_mask)
-    return _like_espnet(layer, hidden_states, pos_emb, key_range)
+    return _like_espnet(layer, hidden_states, pos_emb, key_range, dropped_by(layer.dropout))
 
 
 def _like_espnet(
-    layer: Any, hidden_states: Tensor, positions: Tensor | None, key_range: Tensor | None
+    layer: Any, hidden_states: Tensor, positions: Tensor | None, key_range: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, None]:
     q, k, v = (
         heads(linear(hidden_states), layer.num_heads)
         for linear in (layer.linear_q, layer.linear_k, layer.linear_v)
     )
-    return espnet_attention(layer, q, k, v, positions, Seen(key_range)), None
+    return espnet_attention(layer, q, k, v, positions, Seen(key_range), dropout_p), None
 
 
 def _xlnet(
@@ -182,10 +197,10 @@ def _xlnet(
         layer.r_w_bias,
         layer.r_r_bias,
         causal=False,
-        r_zero=len(k_head_h),
-        key_range=layer._txl_masks.of(layer, attn_mask, q_head.shape[1], len(k_head_h), _read_xlnet_mask),
+        r_zero=number(k_head_h.shape[0]),
+        key_range=layer._txl_masks.of(layer, attn_mask, *k_head_h.shape[1::-1], _read_xlnet_mask),
         scale=layer.scale,
-        dropout_p=layer.dropout.p if layer.training else 0.0,
+        dropout_p=dropped_by(layer.dropout),
     )
     return out.permute(2, 0, 1, 3)
 

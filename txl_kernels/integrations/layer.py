@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from txl_kernels.api import rel_attention
@@ -17,11 +18,17 @@ class Served(NamedTuple):
 
     method: str  # the one that is replaced
     function: Callable[..., Any]  # by this
-    library: str | None = None  # whose class it is, where others have one of the same name
+    packages: tuple[str, ...] = ()  # whose class it is, where others have one of the same name
 
 
 def espnet_attention(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, seen: Seen | None
+    layer: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    seen: Seen | None,
+    dropout_p: float,
 ) -> Tensor:
     """ESPnet's layer from its projections on, which many libraries keep with its names.
 
@@ -29,8 +36,12 @@ def espnet_attention(
     """
     rows = rows_of_positions(positions, k.shape[2])
     biases = layer.pos_bias_u, layer.pos_bias_v
-    dropout_p = layer.dropout.p if layer.training else 0.0
     return layer.linear_out(attention(q, k, v, rows, layer.linear_pos, *biases, seen, dropout_p=dropout_p))
+
+
+def dropped_by(dropout: Any) -> float:
+    """p of a module: a dropout, whose mode may be another than the layer's, or what it was replaced by."""
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
 
 def attention(
@@ -47,7 +58,7 @@ def attention(
     """Attention in both directions to what is seen, [B, L, H D]. `project` makes r of rows, [2 K - 1, C], the
     positions' embeddings.
     """
-    r_zero, seen = k.shape[2] - 1, seen or Seen()
+    r_zero, seen = number(k.shape[2]) - 1, seen or Seen()
     if seen.chunk:  # only the rows of distances that chunks have
         first = max(r_zero + 1 - seen.left - seen.chunk, 0)
         rows, r_zero = rows[first : r_zero + seen.chunk], r_zero - first
@@ -66,6 +77,11 @@ def rows_of_positions(positions: Tensor | None, keys: int) -> Tensor:
         given = "None" if positions is None else list(positions.shape)
         raise ValueError(f"positions' embeddings: got {given}, needs [1, {2 * keys - 1}, channels]")
     return positions[0]
+
+
+def number(size: int) -> int:
+    """A size of a tensor, which torch.jit.trace has as a tensor."""
+    return int(size) if torch.jit.is_tracing() else size
 
 
 def heads(x: Tensor, n_head: int) -> Tensor:

@@ -73,13 +73,18 @@ def padding(read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor
     @functools.wraps(read)
     def key_range(mask: Tensor, batch: int, keys: int) -> Tensor:
         found, is_padding = _key_range(mask, batch, keys, *read(mask))
-        if torch.compiler.is_compiling():
-            torch._assert_async(is_padding, _OTHER_MASK)
-        elif not is_padding:
-            raise ValueError(_OTHER_MASK)
+        check(is_padding, _OTHER_MASK)
         return found
 
     return key_range
+
+
+def check(right: Tensor, message: str) -> None:
+    """Raises ValueError, or in a compiled model RuntimeError, if `right`, [], is not true."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(right, message)
+    elif not right:
+        raise ValueError(message)
 
 
 def _key_range(mask: Tensor, batch: int, keys: int, exist: Tensor, is_all: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from txl_kernels.api import rel_attention
-from txl_kernels.integrations.layer import Served, espnet_attention, heads, joined, rows_of_positions
+from txl_kernels.integrations.layer import (
+    Served,
+    dropped_by,
+    espnet_attention,
+    heads,
+    joined,
+    number,
+    rows_of_positions,
+)
 from txl_kernels.integrations.masks import Seen, padding, seen
 
 
@@ -30,6 +38,13 @@ def _read_speechbrain_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask == 0, mask.new_ones((), dtype=torch.bool)
 
 
+def _dropout_p(layer: Any, by_sdpa: bool) -> float:
+    """by_sdpa: whether its own attention would be PyTorch's, which drops by the layer's mode."""
+    if by_sdpa:
+        return layer.dropout_rate if layer.training else 0.0
+    return dropped_by(layer.dropout)
+
+
 def _espnet(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None
 ) -> Tensor:
@@ -37,7 +52,8 @@ def _espnet(
         raise ValueError("zero_triu: got True; the fused attention hides no positions")
     shown = layer._txl_masks.of(layer, mask, *key.shape[:2], _read_espnet_mask)
     q, k, v = layer.forward_qkv(query, key, value)
-    return espnet_attention(layer, q, k, v, pos_emb, shown)
+    dropout_p = _dropout_p(layer, getattr(layer, "use_sdpa", False))
+    return espnet_attention(layer, q, k, v, pos_emb, shown, dropout_p)
 
 
 def _nemo(
@@ -54,7 +70,8 @@ def _nemo(
     # As its own: float16, which may overflow, becomes bfloat16 under autocast.
     with sys.modules[layer._txl_base.__module__].avoid_float16_autocast_context():
         q, k, v = layer.forward_qkv(query, key, value)
-        out = espnet_attention(layer, q, k, v, pos_emb, shown)
+        dropout_p = _dropout_p(layer, getattr(layer, "use_pytorch_sdpa", False))
+        out = espnet_attention(layer, q, k, v, pos_emb, shown, dropout_p)
     return out if cache is None else (out, cache)
 
 
@@ -85,17 +102,19 @@ def _speechbrain(
         layer.pos_bias_u.view(layer.num_heads, -1),
         layer.pos_bias_v.view(layer.num_heads, -1),
         causal=False,
-        r_zero=key.shape[1] - 1,
+        r_zero=number(key.shape[1]) - 1,
         key_range=layer._txl_masks.of(layer, key_padding_mask, *key.shape[:2], _read_speechbrain_mask),
         scale=layer.scale,  # of d_model
-        dropout_p=layer.dropout_att.p if layer.training else 0.0,
+        dropout_p=dropped_by(layer.dropout_att),
     )
     out = layer.out_proj(joined(out))
     return (out, None) if return_attn_weights else out
 
 
 LAYERS = {
-    "RelPositionMultiHeadedAttention": Served("forward", _espnet, "espnet"),  # WeNet's does not shift
-    "RelPositionMultiHeadAttention": Served("forward", _nemo, "nemo"),
-    "RelPosMHAXL": Served("forward", _speechbrain, "speechbrain"),
+    "RelPositionMultiHeadedAttention": Served(
+        "forward", _espnet, ("espnet", "espnet2")
+    ),  # WeNet's does not shift
+    "RelPositionMultiHeadAttention": Served("forward", _nemo, ("nemo",)),
+    "RelPosMHAXL": Served("forward", _speechbrain, ("speechbrain",)),
 }
