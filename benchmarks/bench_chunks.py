@@ -91,17 +91,20 @@ def in_chunks(sizes: Streaming) -> Attend:
         torch.zeros(key.shape).masked_fill_((key < 0) | (key >= T), -math.inf).repeat(sizes.batch, 1, 1, 1)
     )
 
-    def of_chunks(x: Tensor, before: int) -> Tensor:
-        """[B, H, T, D] -> [B n, H, before + chunk, D], a view of the recordings one behind the other."""
+    def in_a_row(x: Tensor, before: int) -> Tensor:
+        """The recordings one behind the other: [H, before + B n chunk, D]."""
         if len(x) == 1:
-            x = F.pad(x[0], (0, 0, before, n * chunk - T))
-        else:
-            x = F.pad(x.transpose(0, 1), (0, 0, 0, n * chunk - T)).flatten(1, 2)
-            x = F.pad(x, (0, 0, before, 0))
-        return x.unfold(1, before + chunk, chunk).permute(1, 0, 3, 2)
+            return F.pad(x[0], (0, 0, before, n * chunk - T))
+        x = F.pad(x.transpose(0, 1), (0, 0, 0, n * chunk - T)).flatten(1, 2)
+        return F.pad(x, (0, 0, before, 0)) if before else x
+
+    def with_frames_before(x: Tensor) -> Tensor:
+        """Of every chunk: [B n, H, left + chunk, D]."""
+        return in_a_row(x, left).unfold(1, left + chunk, chunk).permute(1, 0, 3, 2)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
-        q, k, v = of_chunks(q, 0), of_chunks(k, left), of_chunks(v, left)
+        q = in_a_row(q, 0).unflatten(1, (-1, chunk)).transpose(0, 1)
+        k, v = with_frames_before(k), with_frames_before(v)
         position = shifted(((q + w[:, None]) * sizes.d_head**-0.5) @ r.mT)[..., : left + chunk]
         out = F.scaled_dot_product_attention(q + u[:, None], k, v, attn_mask=position + hidden)
         return out.unflatten(0, (-1, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]

@@ -89,7 +89,7 @@ def attention_in_chunks(
     return by_chunks(attend, q, k, v, key_range, chunk, left)
 
 
-_MOST_COPIES = 64  # of k and v
+_MOST_COPIES = 64  # of the gradients of k and v
 
 
 def _together(

@@ -116,10 +116,8 @@ def _nemotron(
 
 def _parakeet_heads(layer: Any, hidden_states: Tensor) -> list[Tensor]:
     """q, k, v."""
-    projections = layer.q_proj, layer.k_proj, layer.v_proj
-    return [
-        project(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for project in projections
-    ]
+    projected = (project(hidden_states) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    return [heads(x, x.shape[-1] // layer.head_dim) for x in projected]
 
 
 def _like_parakeet(

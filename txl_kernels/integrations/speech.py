@@ -112,9 +112,8 @@ def _speechbrain(
 
 
 LAYERS = {
-    "RelPositionMultiHeadedAttention": Served(
-        "forward", _espnet, ("espnet", "espnet2")
-    ),  # WeNet's does not shift
+    # Of espnet2 from 202609 on. WeNet's, of the same name, does not shift.
+    "RelPositionMultiHeadedAttention": Served("forward", _espnet, ("espnet", "espnet2")),
     "RelPositionMultiHeadAttention": Served("forward", _nemo, ("nemo",)),
     "RelPosMHAXL": Served("forward", _speechbrain, ("speechbrain",)),
 }
