@@ -8,9 +8,10 @@ import io
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from txl_kernels import cpu
@@ -68,13 +69,26 @@ def test_what_is_no_model(model):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_mask_filled_anew_is_read_anew(model, inference):
+@pytest.mark.parametrize("fill", [Tensor.copy_, lambda x, y: np.copyto(x.numpy(), y.numpy())])
+def test_a_mask_filled_anew_is_read_anew(model, fill, inference):
     x = torch.randn(3, T, C)
     with torch.inference_mode(inference):
         buffer = masked(T, T, T)
         model(x, buffer)
-        buffer.copy_(masked(10, 9, T))
+        fill(buffer, masked(10, 9, T))
         torch.testing.assert_close(model(x, buffer), model(x, masked(10, 9, T)), rtol=0, atol=0)
+
+
+def test_two_encoders_and_a_mask_filled_anew_in_between():
+    model, x = nn.ModuleDict({"speech": Model(), "text": Model()}), torch.randn(3, T, C)
+    assert use_rel_attention(model.eval()) == 4
+    speech, text = (model[name].layers for name in ("speech", "text"))
+    assert speech[0]._txl_masks is speech[1]._txl_masks is not text[0]._txl_masks
+    with torch.inference_mode():
+        buffer = masked(T, T, T)
+        model["speech"](x, buffer)
+        buffer.copy_(masked(10, 9, T))
+        assert torch.equal(model["text"](x, buffer), model["text"](x, masked(10, 9, T)))
 
 
 def test_training_after_inference_with_the_same_mask(model):

@@ -10,6 +10,7 @@ the scores. None of the libraries is imported here.
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -65,7 +66,8 @@ def use_rel_attention(model: nn.Module) -> int:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}, needs a torch.nn.Module")
-    layers = [layer for layer in model.modules() if _is_served(layer)]
+    named = {name: layer for name, layer in model.named_modules() if _is_served(layer)}
+    layers = list(named.values())
     if not layers:
         raise ValueError(
             f"model: {type(model).__name__} has no layer that is served; these are: "
@@ -96,11 +98,12 @@ def use_rel_attention(model: nn.Module) -> int:
     for xlnet in xlnets:
         if huggingface.refuse_perm_mask not in xlnet._forward_pre_hooks.values():
             xlnet.register_forward_pre_hook(huggingface.refuse_perm_mask, with_kwargs=True)
-    masks = Masks()  # one for all layers: they are given the same mask
-    for layer in layers:
-        layer._txl_masks = masks  # type: ignore[assignment]
+    # One for each stack, whose layers are given the same mask.
+    masks: dict[str, Masks] = collections.defaultdict(Masks)
+    for name, layer in named.items():
+        layer._txl_masks = masks[_stack(name)]
         if isinstance(getattr(layer, "attn", None), Tensor):
-            layer.attn = None  # type: ignore[assignment]  # ESPnet's, of its last call
+            layer.attn = None  # ESPnet's, of its last call
         of_layer: Any = type(layer)
         layer.__class__ = _by_rel_attention(getattr(of_layer, "_txl_base", of_layer))
     return len(layers)
@@ -127,6 +130,14 @@ def _reduce(layer: Any, protocol: Any) -> Any:
 
 def _new(base: Any) -> Any:
     return nn.Module.__new__(_by_rel_attention(base))
+
+
+def _stack(name: str) -> str:
+    """Of a layer's name what comes before its number: "encoder.layers" of "encoder.layers.0.self_attn"."""
+    parts = name.split(".")
+    while parts and not parts.pop().isdecimal():
+        pass
+    return ".".join(parts)
 
 
 def _is_served(layer: nn.Module) -> bool:

@@ -21,7 +21,11 @@ class _Found(NamedTuple):
 
 
 class Masks:
-    """What the mask says that all layers are given one after the other, found once, for the first."""
+    """What the mask says that all layers of a stack are given one after the other, found once, for the first.
+
+    A mask may be filled anew, which torch does not always count (not in inference mode, not through NumPy):
+    so it is read anew as soon as the same layer asks again.
+    """
 
     def __init__(self) -> None:
         self._found: _Found | None = None  # read and replaced as a whole: threads may share the model
@@ -44,13 +48,11 @@ class Masks:
             )
         if torch.compiler.is_compiling():  # layers that compute the same: the compiler sees that itself
             return read(mask, batch, keys)
-        # A mask may be filled anew; in inference mode nothing counts that, but the same layer asks again. And
-        # what is made there cannot be used where gradients are wanted.
         version = None if mask.is_inference() else mask._version
+        # What is made in inference mode cannot be used where gradients are wanted.
         state = (version, torch.is_inference_mode_enabled(), batch, keys, read)
         found = self._found
-        known = found is not None and found.mask() is mask and found.state == state
-        if found is None or not known or (version is None and found.by == id(layer)):
+        if found is None or found.mask() is not mask or found.state != state or found.by == id(layer):
             found = self._found = _Found(weakref.ref(mask), state, id(layer), read(mask, batch, keys))
         return found.result
 
