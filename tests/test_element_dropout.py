@@ -133,6 +133,23 @@ def test_several_gradients_at_once(relu):
     torch.testing.assert_close(batched, torch.stack(each))
 
 
+@both
+def test_second_derivatives(relu):
+    """A penalty on the gradient of sum y^2, by the weights that are before the dropout."""
+    x = torch.randn(30, 40, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
+
+    def penalty(of):
+        torch.manual_seed(7)
+        (dx,) = torch.autograd.grad(of(x @ weight).pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.pow(2).sum(), weight)[0]
+
+    def by_hand(h):
+        return (h.relu() if relu else h) * dropout(torch.ones_like(h), 0.4)
+
+    torch.testing.assert_close(penalty(lambda h: dropout(h, 0.4, relu)), penalty(by_hand))
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
 @both
 def test_what_is_no_probability(relu, p):

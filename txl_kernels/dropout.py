@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from txl_kernels import cpu, philox
 
@@ -18,7 +17,7 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
 
     There element n in order of rows is dropped as `philox.keep_mask` says of key n, for a seed from torch's
     default generator: torch.manual_seed governs it. Under `torch.compile` and on other devices this is
-    torch's own function. On a CPU the gradient cannot be differentiated again.
+    torch's own function.
 
     Args:
         x: any shape, float32, float64 or bfloat16.
@@ -34,7 +33,8 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"p: got {p}, needs 0 <= p <= 1")
     if _served(x, p):
-        dropped: Tensor = _Dropout.apply(x, p, relu, philox.seed_tensor(None, x.device).item())
+        seed = philox.seed_tensor(None, x.device).item()
+        dropped: Tensor = _Dropout.apply(x, None, relu, seed, p)
         return dropped
     if not relu:
         return F.dropout(x, p)
@@ -49,22 +49,27 @@ def _served(x: Tensor, p: float) -> bool:
 
 
 class _Dropout(torch.autograd.Function):
+    """gate: None, or elements are 0 where its are not above 0, which x's are for ReLU."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, relu: bool, seed: int) -> Tensor:
-        ctx.p, ctx.seed = p, seed
+    def forward(ctx: Any, x: Tensor, gate: Tensor | None, relu: bool, seed: int, p: float) -> Tensor:
+        ctx.seed, ctx.p = seed, p
         x = x.contiguous()
-        y = _drop(x, x if relu else None, seed, p)
-        ctx.save_for_backward(y if relu else None)
+        y = _drop(x, x if relu else gate, seed, p)
+        ctx.save_for_backward(y if relu else gate)
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (y,) = ctx.saved_tensors
-        if cpu.takes(dy):
-            return _drop(dy.contiguous(), y, ctx.seed, ctx.p), None, None, None
-        factors = torch.ones(dy.shape, dtype=dy.dtype, device=dy.device)
-        return dy * _drop(factors, y, ctx.seed, ctx.p), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gate,) = ctx.saved_tensors
+        if not cpu.takes(dy):
+            factors = torch.ones(dy.shape, dtype=dy.dtype, device=dy.device)
+            dx = dy * _drop(factors, gate, ctx.seed, ctx.p)
+        elif torch.is_grad_enabled():  # it is to be differentiated again: linear in dy
+            dx = _Dropout.apply(dy, gate, False, ctx.seed, ctx.p)
+        else:
+            dx = _drop(dy.contiguous(), gate, ctx.seed, ctx.p)
+        return dx, None, None, None, None
 
 
 def _drop(x: Tensor, gate: Tensor | None, seed: int, p: float) -> Tensor:
