@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -462,17 +464,76 @@ def test_forward_mode_is_refused_in_torch_func(backend, other_requires_grad):
 
 
 @pytest.mark.parametrize("backend", each_fused())
-def test_gradients_by_torch_func_are_refused(backend):
+def test_numbers_of_numpy(backend):
+    tensors = inputs(L=4, K=6, causal=False, dtype=backend.dtypes[0], device=backend.device)
+    options = dict(window_size=(3, 1), r_zero=5, scale=0.25, dropout_p=0.5, dropout_seed=2**63 + 1)
+    kinds = dict(r_zero=np.int32, scale=np.float32, dropout_p=np.float16, dropout_seed=np.uint64)
+    theirs = {name: kind(options[name]) for name, kind in kinds.items()}
+    theirs["window_size"] = (np.int64(3), np.int8(1))
+    got, expected = (
+        rel_attention(**tensors, causal=False, backend=backend.name, **of) for of in (theirs, options)
+    )
+    assert torch.equal(got, expected)
+
+
+class Wrapped(torch.Tensor):
+    """Somebody's, who says what becomes of an op."""
+
+    asked: ClassVar[list[object]] = []
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    def __init__(self, x):
+        self.x = x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(func)
+        return func(*(x.x if isinstance(x, Wrapped) else x for x in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["q", "v", "bias_v"])
+def test_a_wrapped_tensor_sees_the_op(name, monkeypatch):
+    monkeypatch.setattr(Wrapped, "asked", [])
+    tensors = inputs(L=4, K=6, dtype=f32)
+    got = rel_attention(**{**tensors, name: Wrapped(tensors[name])}, scale=0.3)
+    assert Wrapped.asked == [torch.ops.txl_kernels.rel_attention.default]
+    assert torch.equal(got, rel_attention(**tensors, scale=0.3))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("backend", each_fused())
+def test_gradients_by_torch_func(backend):
+    """The same bits as autograd's, of several entries at once too; and no gradients of gradients."""
     tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
-    q = tensors.pop("q")
+    names = tuple(tensors)
 
-    def total(q):
-        return rel_attention(q, **tensors, backend=backend.name).sum()
+    def attend(*given):
+        return rel_attention(**dict(zip(names, given, strict=True)), backend=backend.name)
 
-    by_entry = torch.vmap(torch.func.grad(total))
-    for transformed, of in ((torch.func.grad(total), q), (torch.func.jacrev(total), q), (by_entry, q[None])):
-        with pytest.raises(NotImplementedError, match="grad, vjp and jacrev are not supported"):
-            transformed(of)
+    def total(*given):
+        return attend(*given).square().sum()
+
+    given, each = tuple(tensors.values()), tuple(range(len(names)))
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = torch.autograd.grad(total(*leaves), leaves)
+    _, pull = torch.func.vjp(total, *given)
+    for got in (torch.func.grad(total, each)(*given), pull(torch.ones_like(total(*given)))):
+        assert all(map(torch.equal, got, expected))
+
+    q, *rest = given
+    of_q = torch.vmap(torch.func.grad(total, each), (0, *(None for _ in rest)))(
+        torch.stack([2 * q, q]), *rest
+    )
+    assert all(torch.equal(got[1], one) for got, one in zip(of_q, expected, strict=True))
+    rows = torch.func.jacrev(lambda q: attend(q, *rest)[0, 0, 0])(q)
+    for row, dout in zip(rows, torch.eye(q.shape[-1], dtype=q.dtype, device=q.device), strict=True):
+        _, pull = torch.func.vjp(lambda q: attend(q, *rest)[0, 0, 0], q)
+        torch.testing.assert_close(row, pull(dout)[0])
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        torch.func.grad(lambda q: torch.func.grad(total)(q, *rest).sum())(q)
 
 
 @pytest.mark.parametrize("backend", each_fused())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from numbers import Integral, Real
 from typing import Literal, overload
 
 import torch
@@ -140,8 +141,9 @@ def rel_attention(
 
     Gradients flow to q, k, v, r, bias_u and bias_v; where r is frozen, training on a CPU takes a tenth less.
     Results and gradients are the same bits every time (of "triton" with one choice of tiles: docs/usage.md).
-    There is no double backward, no forward-mode differentiation and no torch.func.grad (backend "reference"
-    has all three). torch.vmap makes one call per entry. Under autocast, tensors other than float64 are first
+    There is no double backward and no forward-mode differentiation (backend "reference" has both).
+    torch.func.grad, vjp and jacrev are served where they are not compiled; torch.vmap makes one call per
+    entry. Under autocast, tensors other than float64 are first
     cast to its dtype. If B, H or L is 0, the results are empty. Import txl_kernels before loading an
     exported program or a package of AOTInductor.
 
@@ -182,7 +184,7 @@ def rel_attention(
         TypeError, ValueError: an argument is not what is asked for above.
         BackendUnavailable: the named backend (with None, every one that could serve the call) cannot run
             here or has no kernel for such tensors. A named backend is never replaced by another.
-        RuntimeError, NotImplementedError: from the double backward, and from torch.func's transforms.
+        RuntimeError, NotImplementedError: from the double backward, and from forward mode.
 
     Example:
         >>> q = torch.randn(1, 8, 512, 64)
@@ -200,7 +202,7 @@ def rel_attention(
         bias_v = None if bias_v is None else _cast(bias_v, dtype)
 
     _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend, given)
-    window_left, window_right = _check_options(causal, window_size, r_zero, scale, dropout_p)
+    window_left, window_right, r_zero = _check_options(causal, window_size, r_zero, scale, dropout_p)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {_kind(return_lse)}, needs True or False")
     _check_seed(dropout_seed, device)
@@ -373,7 +375,8 @@ def _check_small(
 
 def _check_options(
     causal: bool, window_size: tuple[int, int], r_zero: int | None, scale: float | None, dropout_p: float
-) -> tuple[int, int]:
+) -> tuple[int, int, int | None]:
+    """The window and r_zero as Python's numbers."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal: got {_kind(causal)}, needs True or False")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -393,13 +396,14 @@ def _check_options(
     if scale is not None:
         if not isinstance(scale, _NUMBER):
             raise TypeError(f"scale: got {_kind(scale)}, needs a float or None")
-        if not -_LARGEST <= scale <= _LARGEST:
+        # A symbol may have no value before the graph runs.
+        if not isinstance(scale, torch.SymFloat) and not -_LARGEST <= _number(scale) <= _LARGEST:
             raise ValueError(f"scale: got {scale}, needs a finite number")
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p: got {_kind(dropout_p)}, needs a float")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: got {dropout_p}, needs 0 <= dropout_p < 1")
-    return left, right
+    return _int(left), _int(right), None if r_zero is None else _int(r_zero)
 
 
 def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
@@ -422,13 +426,23 @@ def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
         raise ValueError(f"dropout_seed: got {seed}, needs a number of 64 bits")
 
 
-# Sizes and options are symbols while shapes are traced.
-_INT = (int, torch.SymInt)
-_NUMBER = (int, float, torch.SymInt, torch.SymFloat)
+# Sizes and options are symbols while shapes are traced. The last: NumPy's numbers, which are slower to tell.
+_INT = (int, torch.SymInt, Integral)
+_NUMBER = (int, float, torch.SymInt, torch.SymFloat, Real)
+
+
+def _int(x: int) -> int:
+    return x if isinstance(x, (int, torch.SymInt)) else int(x)
+
+
+def _number(x: float) -> float:
+    return x if isinstance(x, (int, float, torch.SymInt)) else float(x)
 
 
 def _kind(x: object) -> str:
-    return f"{reprlib.repr(x)} of type {type(x).__name__}"
+    kind = type(x)
+    name = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}.{kind.__name__}"
+    return f"{reprlib.repr(x)} of type {name}"
 
 
 def _shape(x: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -53,10 +54,11 @@ def attention_in_chunks(
     """
     check_layouts(q, k, v, r, bias_u, bias_v, key_range)
     for name, number, least in (("chunk", chunk, 1), ("left", left, 0)):
-        if not isinstance(number, int):
+        if not isinstance(number, Integral):
             raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, needs an int")
         if number < least:
             raise ValueError(f"{name}: got {number}, needs at least {least}")
+    chunk, left = int(chunk), int(left)
     if q.dim() != 4 or not q.shape == k.shape == v.shape:
         given = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v: got shapes {given}, needs [B, H, T, D], the same of all")

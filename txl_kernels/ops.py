@@ -5,12 +5,13 @@ Only torch is needed here; a backend's kernels are loaded when an op first runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from txl_kernels import registry
 from txl_kernels.registry import Gradients, Inputs, Options
@@ -46,29 +47,31 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = args[:_N_INPUTS]
     if forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    if _is_traced(inputs[0]):
-        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-            _refuse_torch_func()
-        return _rel_attention(*args)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        output: tuple[Tensor, Tensor] = _RelAttention.apply(*args)
-        return output
-    return _forward(*args)
+    function: Any = _RelAttention
+    if _is_traced(inputs):
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return _rel_attention(*args)
+        function = _Transformed
+    elif not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+        return _forward(*args)
+    output: tuple[Tensor, Tensor] = function.apply(*args)
+    return output
 
 
-def _is_traced(x: Tensor) -> bool:
-    """Whether somebody, not only the backend, is to see the op. type: of a fake tensor, say."""
-    return registry.is_traced() or type(x) is not Tensor or x.is_meta or registry.is_batched(x)
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
-def _refuse_torch_func() -> None:
-    """torch.func's grad, vjp and jacrev, or torch would ask for a method of ours that it has made itself."""
-    interpreters = torch._C._functorch.get_interpreter_stack() or ()
-    if any(one.key() == torch._C._functorch.TransformType.Grad for one in interpreters):
-        raise NotImplementedError(
-            "torch.func.grad, vjp and jacrev are not supported by rel_attention, torch.autograd.grad and "
-            "backward are; backend='reference' has all of them"
-        )
+def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether somebody, not only the backend, is to see the op: by a mode, or by the type of one, as of a
+    fake tensor."""
+    first = tensors[0]
+    assert first is not None
+    return (
+        registry.is_traced()
+        or first.is_meta
+        or registry.is_batched(first)
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
 
 
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
@@ -135,15 +138,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = inputs[_N_INPUTS:]
 
 
-def _gradients(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, dout: Tensor | None, _dlse: None, backward: Callable[..., Gradients] | None = None
+) -> tuple[Tensor | None, ...]:
     unused = (None,) * (2 + _N_OPTIONS)  # key_range and dropout_seed, options
     if dout is None:
         return (None,) * 6 + unused
     _refuse_tangents((dout,))
     *inputs, out, lse = ctx.saved_tensors
-    # With create_graph, which is refused if it comes to using that graph.
-    seen = torch.is_grad_enabled() or _is_traced(dout)
-    backward = _rel_attention_backward if seen else _backward
+    if backward is None:
+        # With create_graph, which is refused if it comes to using that graph.
+        seen = torch.is_grad_enabled() or _is_traced((dout,))
+        backward = _rel_attention_backward if seen else _backward
     _, _, _, *wanted = ctx.needs_input_grad[:6]  # of q, k and v all are made
     gradients = backward(dout, *inputs, out, lse, wanted, *ctx.options)
     return *registry.given(gradients, wanted), *unused
@@ -166,6 +172,36 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
         "double backward is not supported by rel_attention: its gradients cannot be differentiated again. "
         "backend='reference' can: it is plain PyTorch."
     )
+
+
+class _Transformed(torch.autograd.Function):
+    """The op where torch.func's transforms see it: torch has no such Function of an op."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = _rel_attention(*args)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dout, dlse, _TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+    backward = staticmethod(_no_double_backward)
+
+    @staticmethod
+    def forward(*args: Any) -> Gradients:
+        gradients: Gradients = _rel_attention_backward(*args)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        pass
 
 
 torch.library.register_autograd("txl_kernels::rel_attention", _gradients, setup_context=_save, lib=_lib)

@@ -181,7 +181,8 @@ def _may_tune() -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """x, or a copy if its last dimension is not contiguous, if rows lie too far apart for 32-bit offsets, or
-    if they do not begin where `load_rows` takes them to."""
+    if they do not begin where `load_rows` takes them to. Kernels do not see that torch means -x (is_neg)."""
+    x = x.resolve_neg()
     strides = x.stride()
     aligned = x.shape[-1] % 16 != 8 or (
         x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:-1])
