@@ -263,12 +263,69 @@ def test_the_whole_model_is_one_graph():
 
     def loss_and_logits(input_ids, labels):
         out = model(input_ids, labels=labels)
-        return out.loss, out.last_logits()
+        now = model(input_ids, logits=True)
+        return out.loss, out.last_logits(), out.logits, now.logits
 
     got = torch.compile(loss_and_logits, fullgraph=True, backend="eager")(text[:, :-1], text[:, 1:])
-    torch.testing.assert_close(got, (want.loss, want.last_logits()))
+    torch.testing.assert_close(got, (want.loss, want.last_logits(), want.logits, want.logits))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert model(mode.from_tensor(text)).logits.shape == (*text.shape, VOCAB)
+
+
+class Quantised(torch.Tensor):
+    """A weight that a linear layer alone can read, as torchao's."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear:
+            return func(args[0], args[1].weight, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Quantised(args[0].weight)
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "kv"])
+def test_quantised_weights(kind):
+    model, text = small_model().eval(), tokens(9)
+    with torch.no_grad():
+        want = in_segments(model, text, [4, 1, 4], model.new_memory(B, kind=kind))
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight = torch.nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
+        got = in_segments(model, text, [4, 1, 4], model.new_memory(B, kind=kind))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_batch_and_length(strict):
+    """As long as memory at most: a longer segment is cut another way."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = small_model(mem_len=20).eval()
+
+        def forward(self, input_ids):
+            return self.model(input_ids).logits
+
+    model, sizes = Logits(), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    with torch.no_grad():
+        graph = torch.export.export(model, (tokens(9),), dynamic_shapes=sizes, strict=strict).module()
+        text = tokens(17)[:1]
+        torch.testing.assert_close(graph(text), model(text))
+        with pytest.raises((AssertionError, RuntimeError)):  # as torch says it
+            graph(tokens(21))
 
 
 def test_gradients_of_each_text_by_vmap():

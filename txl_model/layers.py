@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_kernels import dropout, linear
+from txl_kernels import dropout, linear, registry
 
 
 class Linear(nn.Linear):
@@ -17,7 +17,8 @@ class Linear(nn.Linear):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a call of it is its class's `forward` and nothing else: no hook, no `forward` of its own."""
+    """Whether a call of it is its class's `forward` on plain weights and nothing else: no hook, no `forward`
+    of its own, no quantised weight, of which torch's own layer alone may know what to do."""
     hooks = (
         nn.modules.module._has_any_global_hook(),
         module._forward_hooks,
@@ -25,7 +26,10 @@ def is_plain(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return not any(hooks) and "forward" not in vars(module)
+    if any(hooks) or "forward" in vars(module):
+        return False
+    weight = module._parameters.get("weight")
+    return type(weight) in (Tensor, nn.Parameter, type(None)) or registry.is_traced()
 
 
 class Dropout(nn.Module):

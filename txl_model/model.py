@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, cast
 
@@ -47,15 +46,18 @@ class TransformerXLOutput:
     token_losses: Tensor | None
     loss: Tensor | None
     to_logits: Callable[[Tensor], Tensor]
+    _logits: list[Tensor] = field(default_factory=list, repr=False)  # one, once they are there
 
-    @cached_property
+    @property
     def logits(self) -> Tensor:
         """[B, T, vocab_size]; log-probabilities if the softmax is adaptive.
 
         Computed on first access, or by the forward pass itself if it was called with logits=True: as DDP
         with find_unused_parameters, sharded weights and functional_call need it.
         """
-        return self.to_logits(self.hidden)
+        if not self._logits:
+            self._logits.append(self.to_logits(self.hidden))
+        return self._logits[0]
 
     def last_logits(self) -> Tensor:
         """[B, vocab_size]: those of the last token only."""
@@ -161,8 +163,8 @@ class TransformerXL(nn.Module):
             kind: "hidden" remembers hidden states, which the current weights project anew for every segment:
                 for training. "kv" remembers keys and values: the same numbers with a fraction of the work,
                 for reading without gradients while the weights do not change. None: "kv" for a model in
-                eval mode with gradients off, else "hidden". Absolute positions (attn_type 2 and 3) move
-                with every segment and need "hidden".
+                eval mode with gradients off, but for torch.export, else "hidden". Absolute positions
+                (attn_type 2 and 3) move with every segment and need "hidden".
 
         Raises:
             ValueError: for sizes that make no memory, or a kind this model cannot have.
@@ -182,7 +184,8 @@ class TransformerXL(nn.Module):
         if same_length and mem_len + config.same_length_extra == 0:
             raise ValueError("same_length needs mem_len >= 1: with 0 no query may see even itself")
         if kind is None:
-            kind = "kv" if config.relative and not self.training and not torch.is_grad_enabled() else "hidden"
+            reads = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
+            kind = "kv" if config.relative and reads else "hidden"
         elif kind == "kv" and not config.relative:
             raise ValueError(f"attn_type {config.attn_type} has absolute positions, which need kind='hidden'")
         elif kind not in ("hidden", "kv"):
