@@ -54,7 +54,7 @@ enum class Use { operand, result };
 // The tensors of a call of attention. What they must be, and why, txl_kernels/api.py says in better words;
 // but an op can be called without it, and then reads and writes nothing beside its tensors.
 //
-// Memory: add(x, name) is told of all that the kernels may touch.
+// Memory: add(x, name, use) is told of all that the kernels may touch.
 template <typename Memory>
 class Tensors {
  public:
@@ -99,7 +99,7 @@ class Tensors {
             bias(bias_u, "bias_u"),
             bias(bias_v, "bias_v"),
             queries(out, "out", of_out),
-            lse_data(lse)};
+            lse_data(lse, of_out)};
   }
   Backward backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& r,
                     const OptionalTensor& bias_u, const OptionalTensor& bias_v, const Tensor& out,
@@ -126,8 +126,9 @@ class Tensors {
 
   // Without gaps; null if there is none.
   template <typename T>
-  T* array(const OptionalTensor& x, int64_t count, const char* name) {
-    return x ? static_cast<T*>(contiguous_data(placed(*x, name), kScalarType<T>, count, name)) : nullptr;
+  T* array(const OptionalTensor& x, int64_t count, const char* name, Use use = Use::operand) {
+    if (!x) return nullptr;
+    return static_cast<T*>(contiguous_data(placed(*x, name, use), kScalarType<T>, count, name));
   }
 
  private:
@@ -149,9 +150,9 @@ class Tensors {
     return x ? view(*x, {H_, D_}, name, use) : View{};
   }
 
-  void* lse_data(const Tensor& x) {
+  void* lse_data(const Tensor& x, Use use) {
     const ScalarType type = type_ == ScalarType::Double ? type_ : ScalarType::Float;
-    return contiguous_data(placed(x, "lse"), type, B_ * H_ * L_, "lse");
+    return contiguous_data(placed(x, "lse", use), type, B_ * H_ * L_, "lse");
   }
 
   View view(const Tensor& x, std::initializer_list<int64_t> shape, const char* name, Use use) {
@@ -161,7 +162,7 @@ class Tensors {
     check_device(x, name);
     const View v = view_of(x);
     if (is_whole(v, x)) {
-      memory_.add(x, name);
+      memory_.add(x, name, use);
       return v;
     }
     std::vector<int64_t> sizes(shape);
@@ -172,7 +173,7 @@ class Tensors {
       Tensor filled = torch::stable::narrow(whole, whole.dim() - 1, 0, D_);
       torch::stable::copy_(filled, x);
     }
-    memory_.add(whole, name);
+    memory_.add(whole, name, use);
     return view_of(whole);
   }
 
@@ -198,9 +199,9 @@ class Tensors {
            v.row * bytes <= 0x7fffffff;
   }
 
-  const Tensor& placed(const Tensor& x, const char* name) {
+  const Tensor& placed(const Tensor& x, const char* name, Use use) {
     check_device(x, name);
-    memory_.add(x, name);
+    memory_.add(x, name, use);
     return x;
   }
   void check_device(const Tensor& x, const char* name) const {
@@ -218,7 +219,7 @@ class Tensors {
 };
 
 struct AnyMemory {
-  void add(const Tensor&, const char*) {}
+  void add(const Tensor&, const char*, Use) {}
 };
 
 }  // namespace txl

@@ -54,10 +54,11 @@ void cuda_forward(Tensor q, Tensor k, Tensor v, Tensor r, OptionalTensor bias_u,
   OptionalTensor parts;
   const int64_t floats = splits * p.B * p.H * p.L * (p.D + 2);
   if (splits > 1) parts = torch::stable::new_empty(q, {floats}, ScalarType::Float);
-  check(txl::cuda::forward(dtype_of(q), p, t,
-                           {static_cast<int>(splits), of.array<float>(parts, floats, "parts"), warpgroups,
-                            pdl, reinterpret_cast<void*>(stream)}),
-        "forward");
+  check(
+      txl::cuda::forward(dtype_of(q), p, t,
+                         {static_cast<int>(splits), of.array<float>(parts, floats, "parts", txl::Use::result),
+                          warpgroups, pdl, reinterpret_cast<void*>(stream)}),
+      "forward");
   of.finish();
 }
 
@@ -74,9 +75,9 @@ void cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor r, Optional
       of.backward(dout, q, k, v, r, bias_u, bias_v, out, lse, dq, dk, dv, dr, du, dv_bias);
   const int64_t floats = txl::cuda::backward_workspace(dtype_of(q), p, t, budget);
   Tensor workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);
-  check(txl::cuda::backward(dtype_of(q), p, t,
-                            {budget, of.array<float>(workspace, floats, "workspace"), warpgroups,
-                             reinterpret_cast<void*>(stream)}),
+  check(txl::cuda::backward(
+            dtype_of(q), p, t,
+            {budget, static_cast<float*>(workspace.data_ptr()), warpgroups, reinterpret_cast<void*>(stream)}),
         "backward");
   of.finish();
 }

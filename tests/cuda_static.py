@@ -39,7 +39,10 @@ ARCHS = (80, 90, 100)
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers.
 SHARED = {80: 164, 90: 228, 100: 228}
+SMALL_SHARED = 100  # of sm_86 and sm_89, which run sm_80's code
 REGISTERS = 65536
+# The largest D whose kernels every GPU has shared memory for.
+NARROW = {"bf16": 128, "f32": 64}
 # By the kernel of dk and dv, which holds keys, values and sums: an H200 was faster with some, and larger
 # tiles or addresses known beforehand.
 SPILLS = {64: 24, 128: 24, 256: 32}
@@ -71,8 +74,12 @@ class Report:
     @property
     def blocks(self) -> int:
         """That fit into a multiprocessor."""
+        return self.blocks_in(SHARED[self.arch])
+
+    def blocks_in(self, shared: int) -> int:
+        """That fit into a multiprocessor with so many KiB of shared memory."""
         of_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
-        return min(of_registers, SHARED[self.arch] * 1024 // (self.shared + 1024))
+        return min(of_registers, shared * 1024 // (self.shared + 1024))
 
     @property
     def local(self) -> int:
@@ -197,7 +204,7 @@ By `python tests/cuda_static.py --write docs/cuda_kernels.md`, nvcc {version}, w
 float16's kernels are bfloat16's with other names of instructions.
 
 * **registers** and **stack** (bytes) per thread, **shared**: KiB per block, **blocks** of a kernel that fit
-  into a multiprocessor.
+  into a multiprocessor, in brackets into one of sm_86 or sm_89, which run sm_80's code.
 * Of the loops over tiles, all their branches together: **instructions**, **tensor**: products by tensor
   cores, **local**: loads and stores of spilled registers.
 * A kernel's parameters: element, class of head dimensions, then its tile; the last says whether it drops.
@@ -209,10 +216,13 @@ float16's kernels are bfloat16's with other names of instructions.
 COLUMNS = ("kernel", "registers", "stack", "shared", "blocks", "instructions", "tensor", "local")
 
 
+def nvcc_version() -> str:
+    version = re.search(r"\bV([\d.]+)", cuda_build.output_of([*(cuda_build.find_nvcc() or []), "--version"]))
+    return version[1] if version else "unknown"
+
+
 def document(found: list[Report]) -> str:
-    nvcc = cuda_build.find_nvcc() or []
-    version = re.search(r"release ([\d.]+)", cuda_build.output_of([*nvcc, "--version"]))
-    lines = [PREAMBLE.format(version=version[1] if version else "")]
+    lines = [PREAMBLE.format(version=nvcc_version())]
     for element, head, arch in dict.fromkeys((r.element, r.head, r.arch) for r in found):
         lines += [
             f"\n## {DTYPES[element]}, D up to {head}, sm_{arch}\n",
@@ -221,7 +231,8 @@ def document(found: list[Report]) -> str:
         ]
         for r in found:
             if (r.element, r.head, r.arch) == (element, head, arch):
-                cells = [r.kernel, r.registers, r.stack, f"{r.shared / 1024:.0f}", r.blocks]
+                blocks = f"{r.blocks} ({r.blocks_in(SMALL_SHARED)})" if arch == 80 else r.blocks
+                cells = [r.kernel, r.registers, r.stack, f"{r.shared / 1024:.0f}", blocks]
                 cells += [sum(loop.instructions for loop in r.loops), r.tensor, r.local]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -80,11 +80,12 @@ def kernels(element: str, head: int, ptx: str) -> list[str]:
         ]
     found = [f"MergeKernel<{element}, false>", f"PrepareKernel<{element}, {head}>"]
     found += [f"SumKernel<{element}, {elements}>" for elements in (8, 128)]
-    found += [f"BackwardOf<{element}, {head}, false>::{name}" for name in ("Dq", "Dr")]
+    backward = f"BackwardOf<{element}, {head}>"
+    found += [f"{backward}::{name}" for name in ("Dq", "Dr")]
     for dropout in ("false", "true"):
         blocks = [f"ForwardBlock<{element}, {head}, {warps}>" for warps in (1, 4)]
         found += [f"ForwardKernel<{block}, {dropout}>" for block in blocks]
-        found.append(f"BackwardOf<{element}, {head}, {dropout}>::DkDv")
+        found.append(f"DkDvKernel<{backward}::Keys, {dropout}>")
     return found
 
 

@@ -20,6 +20,7 @@ RIGHT = [
     "stored_boxes",
     *("exchange_warp", "exchange_block", "meeting", "uninitialised", "conversions", "convert"),
     *("same_in_any_order", "random_races", "global.copy_not_valid", "global.early_but_waits"),
+    "call.results",
 ]
 
 # Case: the error it must end with.
@@ -115,6 +116,9 @@ FAULTS = {
     "global.written_twice": "thread 31 .*: global write .*, where block 0, thread 0 of this launch",
     "global.written_by_two_blocks": "block 1, thread 0 .*: global write .*, where block 0, thread 0",
     "global.read_after_write": "global read of 4 bytes .*, where block 0, thread 0",
+    "call.operand_written": "thread 0 .*: global write of 4 bytes at 'q' .*, which is read-only",
+    "call.written_twice": "thread 31 .*: global write .*, where block 0, thread 0 of this launch",
+    "call.beyond_a_part": r"thread 31 .*: global write .* out of bounds: nearest is 'du_parts' \+1536, which",
 }
 
 

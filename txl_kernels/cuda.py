@@ -48,8 +48,8 @@ _FLOAT32_HEAD = 128
 _SHARED_BYTES = 99 * 1024
 _WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
 
-# Few queries (csrc/cuda/forward.h: is_decode). Blocks that shared memory has room for, D 64 or 128; keys that
-# are worth a block.
+# Of few queries (csrc/cuda/forward.h: is_decode): blocks that a multiprocessor is taken to work on at a time,
+# and keys that are worth a block.
 _AT_ONCE, _SPLIT_KEYS = 6, 64
 
 _loaded = False

@@ -24,36 +24,39 @@ int launch_part(const typename Kernel::Params& params, void* stream) {
   return launch<Kernel>(Kernel::blocks(params), Kernel::kSharedBytes, params, stream);
 }
 
-// The kernels of a class of head dimensions, and how many keys, queries and rows of r a block has. With rows
-// of up to 256 bytes a block has less than 100 KiB of shared memory, which every GPU has from sm_80 on.
-template <typename E, int kHead, bool kDropout>
+// Bytes of shared memory that a block may have: on every GPU from sm_80 on, and on sm_80 itself. As in
+// txl_kernels/cuda.py, which refuses long rows on GPUs that have less.
+constexpr uint32_t kSharedOfAll = 99 * 1024, kSharedOfSm80 = 163 * 1024;
+
+// The kernels of a class of head dimensions, and how many keys, queries and rows of r a block has.
+template <typename E, int kHead>
 struct BackwardOf {
   static constexpr int kBytes = kRow<E, kHead>;
   static constexpr bool kWide = kBytes > 256, kNarrow = kBytes <= 128;
   using Keys = KeyBlock<E, kHead, (kWide ? 32 : 64), (kNarrow && is_half<E> ? 64 : 32), 4, kNarrow>;
-  using DkDv = DkDvKernel<Keys, kDropout>;
   // float32, split into two, leaves fewer registers.
   using Dq = DqKernel<SlopeBlock<E, kHead, (kNarrow ? 64 : is_half<E> ? 32 : 16)>>;
   using Dr = DrKernel<RowBlock<E, kHead, (kWide ? 32 : 64)>>;
-  static constexpr int kKeys = DkDv::BN, kQueries = Dq::BM, kRows = Dr::BN;
-  static_assert(kWide || (Dq::kSharedBytes <= 99 * 1024 && DkDv::kSharedBytes <= 99 * 1024 &&
-                          Dr::kSharedBytes <= 99 * 1024),
-                "every GPU has it");
-  static_assert(Dq::kSharedBytes <= 163 * 1024 && DkDv::kSharedBytes <= 163 * 1024 &&
-                    Dr::kSharedBytes <= 163 * 1024,
-                "sm_80 has it; txl_kernels/cuda.py refuses GPUs that have less");
+  static constexpr int kKeys = Keys::BN, kQueries = Dq::BM, kRows = Dr::BN;
+  static constexpr uint32_t kShared = kWide ? kSharedOfSm80 : kSharedOfAll;
+  static_assert(Keys::kSharedBytes <= kShared && Dq::kSharedBytes <= kShared && Dr::kSharedBytes <= kShared,
+                "a block's shared memory");
 
-  static int dk_dv(const BackwardParams& params, void* stream) { return launch_part<DkDv>(params, stream); }
+  template <bool kDropout>
+  static int dk_dv(const BackwardParams& params, void* stream) {
+    return launch_part<DkDvKernel<Keys, kDropout>>(params, stream);
+  }
   static int dq(const BackwardParams& params, void* stream) { return launch_part<Dq>(params, stream); }
   static int dr(const BackwardParams& params, void* stream) { return launch_part<Dr>(params, stream); }
 };
 
 // Of warpgroup_kernels.cu, where the library has it: TXL_WARPGROUPS.
-template <typename E, int kHead, bool kDropout>
+template <typename E, int kHead>
 struct WarpgroupBackward {
   static constexpr int kKeys = kWarpgroupKeys, kQueries = kWarpgroupQueries, kRows = kWarpgroupRows;
 
   static bool serves(const BackwardParams& params);  // what they need the copy engine to copy
+  template <bool kDropout>
   static int dk_dv(const BackwardParams& params, void* stream);
   static int dq(const BackwardParams& params, void* stream);
   static int dr(const BackwardParams& params, void* stream);
@@ -78,7 +81,6 @@ int64_t Kernels<E, kHead>::backward_workspace(const Problem& p, const Backward& 
   return Workspace(p, t, sizeof(E), kHead, budget, nullptr).floats;
 }
 
-// Every size but the batch is at least 1.
 template <typename E, int kHead>
 int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const BackwardCall& call) {
   void* const stream = call.stream;
@@ -107,7 +109,9 @@ int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const Backw
     error = launch_part<PrepareKernel<E, kHead>>(params, stream);
     w.chunks.each(p, [&](const Chunk& chunk) {
       params.chunk = chunk;
-      if (!error) error = Of::dk_dv(params, stream);
+      if (!error)
+        error = p.dropout_p > 0 ? Of::template dk_dv<true>(params, stream)
+                                : Of::template dk_dv<false>(params, stream);
       if (!error) error = Of::dq(params, stream);
       const int64_t of_queries = div_up(chunk.hi - chunk.lo, Of::kQueries), width = 2 * (p.D + 1);
       if (params.clamps && w.by_rows)
@@ -120,18 +124,11 @@ int Kernels<E, kHead>::backward(const Problem& p, const Backward& t, const Backw
       sum(SumMany{}, w.dv_bias_parts, w.splits, p.H, div_up(p.N, Of::kRows), p.D, p.D, t.dv_bias, p.scale);
     if (w.dr_parts) sum(SumFew{}, w.dr_parts, w.splits, p.H, 1, p.N * p.D, p.D, t.dr, 1);
   };
-  const auto choose = [&](auto dropout) {
-    constexpr bool kDropout = decltype(dropout)::value;
-    if constexpr (kWarpgroupBackward<E, kHead>) {
-      using Of = WarpgroupBackward<E, kHead, kDropout>;
-      if (call.warpgroups && Of::serves(params)) return run(Type<Of>{});
-    }
-    run(Type<BackwardOf<E, kHead, kDropout>>{});
-  };
-  if (p.dropout_p > 0)
-    choose(std::true_type{});
-  else
-    choose(std::false_type{});
+  if constexpr (kWarpgroupBackward<E, kHead>) {
+    using Of = WarpgroupBackward<E, kHead>;
+    if (call.warpgroups && Of::serves(params)) return run(Type<Of>{}), error;
+  }
+  run(Type<BackwardOf<E, kHead>>{});
   return error;
 }
 

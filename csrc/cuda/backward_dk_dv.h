@@ -35,7 +35,7 @@ struct DkDvKernel : private Block {
   TXL_DEVICE void collect() {
     if (params.chunk.lo > 0)
       each_sum([](float& x, float& y, const float* from) {
-        const auto pair = load_own(reinterpret_cast<const float2*>(from));
+        const auto pair = load_written(reinterpret_cast<const float2*>(from));
         x = pair.x, y = pair.y;
       });
     if (bounds.begin < bounds.end) {
@@ -209,7 +209,7 @@ struct DkDvKernel : private Block {
     Sums::add(this->k_tile(), p, bounds.begin < bounds.end ? BN : 0, base + kWeightsAt, base + kScratchAt,
               [&](int d, float sum) {
                 float* const to = params.w.du_parts + part * p.D + d;
-                store_global(to, params.chunk.lo > 0 ? load_own(to) + sum : sum);
+                store_global(to, params.chunk.lo > 0 ? load_written(to) + sum : sum);
               });
   }
 };

@@ -11,7 +11,7 @@ template <typename Block>
 struct DqKernel : private Block {
   using Params = typename Block::Params;
   using E = typename Block::Element;
-  using Block::kHeadTiles, Block::kSquares, Block::kApart;
+  using Block::kHeadTiles, Block::kSquares, Block::kNextQuery;
   using Block::kThreads, Block::kSharedBytes, Block::BM, Block::BN, Block::kHead;
 
   // Of a head.
@@ -74,7 +74,8 @@ struct DqKernel : private Block {
       const int i = i0 + query_of_lane(0), j = j0 + lane() % 4 * 2;
       TXL_UNROLL_GPU
       for (int m = 0; m < kSquares; ++m)
-        ds[m].keep([&](int n, int x) { return mask.sees(i + x / 2 * kApart, j + 16 * m + 8 * n + x % 2); });
+        ds[m].keep(
+            [&](int n, int x) { return mask.sees(i + x / 2 * kNextQuery, j + 16 * m + 8 * n + x % 2); });
     }
     this->template add_keys<kEdge>(acc, ds, j0);
     if constexpr (kFar) {  // every pair of the tile uses the first row of r, or the last
@@ -97,7 +98,7 @@ struct DqKernel : private Block {
   TXL_DEVICE void take_clamped(Square<E> (&ds)[kSquares], int j0) {
     const int c0 = this->lowest_row(j0) + BM - 1 - query_of_lane(0) + lane() % 4 * 2,
               N = static_cast<int>(p.N);
-    const auto row = [&](int m, int n, int x) { return c0 + 16 * m + 8 * n + x % 2 - x / 2 * kApart; };
+    const auto row = [&](int m, int n, int x) { return c0 + 16 * m + 8 * n + x % 2 - x / 2 * kNextQuery; };
     for (int end = 0; end < 2; ++end) {
       float sum[4] = {};
       TXL_UNROLL_GPU

@@ -78,6 +78,7 @@ struct DrKernel : private Block {
   static constexpr uint32_t kAlignment = Block::kPanels ? 1024 : 128;  // of tiles; shared_base() has 128
   static constexpr uint32_t kSharedBytes = kSumsAt + BN * 4 + kAlignment - 128;
   static_assert(kQueriesAt % kAlignment == 0, "tiles begin at multiples of it");
+  static_assert(Chunk::kRows % BM == 0, "a chunk begins with a tile");
   static_assert(kSlots * kQueryBytes >= BN * Rows<E, kHead>::kRowBytes, "room for the results");
 
   static TXL_HD int64_t parts(const BackwardParams& x) { return div_up(x.p.N, BN); }  // of a head
@@ -101,7 +102,7 @@ struct DrKernel : private Block {
   struct Entry {
     int b;
     Mask mask;
-    TileBounds bounds, own;  // the block's, and those of the warp's 64 rows
+    TileBounds bounds, own;  // the block's, and those of the warpgroup's 64 rows
     int first_key;           // of query 0 and the block's first row
     Copied q_v;
 
@@ -308,7 +309,7 @@ struct DrKernel : private Block {
         for (int x = 0; x < 2; ++x)
           if (8 * d + x < limit)
             store_global(to + 8 * d + x,
-                         dr[d][2 * y + x] * factor + (goes_on() ? load_own(to + 8 * d + x) : 0));
+                         dr[d][2 * y + x] * factor + (goes_on() ? load_written(to + 8 * d + x) : 0));
     }
   }
 
@@ -320,7 +321,7 @@ struct DrKernel : private Block {
     Sums::add(t.r, 0, h, p, c0, static_cast<int>(smaller<int64_t>(BN, p.N - c0)), base + kSumsAt, base,
               [&](int d, float sum) {
                 float* const to = params.w.dv_bias_parts + part * p.D + d;
-                store_global(to, goes_on() ? load_own(to) + sum : sum);
+                store_global(to, goes_on() ? load_written(to) + sum : sum);
               });
   }
 };

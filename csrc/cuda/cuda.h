@@ -15,7 +15,7 @@ using f32 = float;
 
 struct ForwardCall {
   int splits;       // programs that share out a query's keys
-  float* parts;     // of more than one: [splits, B * H * L * (D + 2)]
+  float* parts;     // of more than one: splits * B * H * L * (D + 2), as ForwardParams says
   bool warpgroups;  // wgmma where there is a kernel with it; the GPU is sm_90
   bool pdl;         // the same, for few queries: what joins the splits is launched while they are computed
   void* stream;

@@ -14,7 +14,7 @@
 // Programmatic dependent launch: launch<Kernel>(..., pdl = true), of code that was compiled for sm_90 or
 // later, may begin while the kernel before it in the stream still runs, once all of that one's blocks have
 // called release_next() or ended. Kernel has to call await_previous() before it touches global memory, and to
-// read by load_own what the other wrote.
+// read by load_written what the other wrote.
 //
 // Kernels live in this namespace: float2 and its like are then the same name for both compilers.
 #pragma once
@@ -224,8 +224,10 @@ TXL_DEVICE void warpgroup_wait() {
 }
 
 // Starts d[64, 8 kTiles] = a[64, 16] b[16, 8 kTiles], kAdd: += of it. Each warp has 16 rows of d and of a, in
-// the places of mma_half; until the product has been waited for, both are the tensor cores'. b is read from
-// shared memory, from where a descriptor says (tiles.h: Panels); kTransposed: it lies there by rows.
+// the places of mma_half; until the product has been waited for, both are the tensor cores': nothing may
+// write them, and nothing read d. Backward does read a meanwhile, which tensor cores only read, too: PTX ISA
+// leaves it undefined, on an H200 results were right. b is read from shared memory, from where a descriptor
+// says (tiles.h: Panels); kTransposed: it lies there by rows.
 #define TXL_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define TXL_D4(n) TXL_D(n), TXL_D(n + 1), TXL_D(n + 2), TXL_D(n + 3)
 #define TXL_D16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -348,7 +350,7 @@ TXL_DEVICE T load_global(const T* p) {
 // The same of what this thread, and no other, writes later, or of what the kernel before wrote
 // (await_previous).
 template <typename T>
-TXL_DEVICE T load_own(const T* p) {
+TXL_DEVICE T load_written(const T* p) {
   return *p;
 }
 
@@ -464,6 +466,11 @@ cudaError_t launch(int64_t blocks, uint32_t shared_bytes, const typename K::Para
   return taken(cudaLaunchKernelEx(&config, entry<K>, p));
 }
 
+// The host's, of memory that kernels pass on to others: some `bytes` from p on, and gaps in between.
+// Emulated, kernels may touch these, and not the gaps, and read what was written alone.
+constexpr int64_t kGapBytes = 0;
+inline void passed_on(const char* /*name*/, void* /*p*/, int64_t /*bytes*/) {}
+
 #else  // the same on the host; what each function means is said above
 
 struct alignas(8) float2 {
@@ -508,7 +515,7 @@ using emulation::warpgroup_commit;
 using emulation::warpgroup_wait;
 
 template <typename T>
-TXL_DEVICE T load_own(const T* p) {
+TXL_DEVICE T load_written(const T* p) {
   return load_global(p);
 }
 
@@ -549,6 +556,11 @@ uint32_t pack(float lo, float hi) {
 }
 inline float to_float(bf16 x) { return emulation::float_from_bf16(x.bits); }
 inline float to_float(f16 x) { return emulation::float_from_f16(x.bits); }
+
+constexpr int64_t kGapBytes = 64;
+inline void passed_on(const char* name, void* p, int64_t bytes) {
+  emulation::global_memory.add_uninitialised(name, p, static_cast<size_t>(bytes));
+}
 
 template <class K>
 int launch(int64_t blocks, uint32_t shared_bytes, const typename K::Params& p, void* /*stream*/,

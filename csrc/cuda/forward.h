@@ -356,12 +356,13 @@ struct MergeKernel {
     if constexpr (kPdl) await_previous();
     float origin = lowest();
     for (int n = thread; n < splits; n += kThreads)
-      origin = larger(origin, load_own(x.origin() + n * rows + row));
+      origin = larger(origin, load_written(x.origin() + n * rows + row));
     origin = of_block(of_warps, origin, [](float a, float b) { return larger(a, b); });
     float total = 0;
     for (int n = thread; n < splits; n += kThreads) {
-      const float own = load_own(x.origin() + n * rows + row);
-      const float weight = exp2_fast((own - origin) * x.scale.log2) * load_own(x.total() + n * rows + row);
+      const float own = load_written(x.origin() + n * rows + row);
+      const float weight =
+          exp2_fast((own - origin) * x.scale.log2) * load_written(x.total() + n * rows + row);
       store_shared(at(weights, n), own == -infinity() ? -0.0f : weight);
       total += weight;
     }
@@ -378,7 +379,7 @@ struct MergeKernel {
         float part[kTogether];  // loads that are under way together
         TXL_UNROLL_GPU
         for (int m = 0; m < kTogether; ++m, next += step)
-          part[m] = first + m * groups < splits ? load_own(next) : 0.0f;
+          part[m] = first + m * groups < splits ? load_written(next) : 0.0f;
         TXL_UNROLL_GPU
         for (int m = 0; m < kTogether; ++m)
           if (const int n = first + m * groups; n < splits)

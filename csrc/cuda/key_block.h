@@ -46,14 +46,14 @@ struct BandOfTile {
   static constexpr int kColumns = kGroup + BN;
   // A warpgroup writes rows that are eight queries apart. Their pitch, in words: four neighbours, moved,
   // begin 8 banks apart for reading, and every other row a word late, for two columns to be written at once.
-  static constexpr bool kApart = kGroup > 16;
+  static constexpr bool kEightApart = kGroup > 16;
   static constexpr int kPitch = kColumns + 13;
   using Rows = MovedRows<float, kColumns>;
   // From eight columns to the next, and from eight queries.
-  static constexpr int kEight = kApart ? 32 : Rows::kEight,
-                       kRowsBytes = kApart ? 32 * kPitch : Rows::kRowsBytes;
+  static constexpr int kEight = kEightApart ? 32 : Rows::kEight,
+                       kRowsBytes = kEightApart ? 32 * kPitch : Rows::kRowsBytes;
   static constexpr uint32_t kKeptAt = BM * kColumns * 4;  // behind queries in order
-  static constexpr uint32_t kBytes = kApart ? BM * kPitch * 4 : kKeptAt + (BM + 1) * 32;
+  static constexpr uint32_t kBytes = kEightApart ? BM * kPitch * 4 : kKeptAt + (BM + 1) * 32;
 
   uint32_t address;
 
@@ -85,7 +85,7 @@ struct BandOfTile {
 
  private:
   TXL_DEVICE uint32_t at(int query, int column) const {
-    if constexpr (kApart)
+    if constexpr (kEightApart)
       return address + static_cast<uint32_t>(query * kPitch + query % 2 + column) * 4;
     else
       return Rows{address}.at(query, column);
@@ -93,7 +93,7 @@ struct BandOfTile {
   // Behind a query's columns; or behind all queries', even ones before odd ones, for lanes read every other
   // one, with 32 bytes in between, for they write neighbours.
   TXL_DEVICE uint32_t kept_at(int query, int key) const {
-    if constexpr (kApart)
+    if constexpr (kEightApart)
       return at(query, kColumns) + static_cast<uint32_t>(key) * 2;
     else
       return address + kKeptAt + static_cast<uint32_t>((query / 2 + query % 2 * (BM / 2 + 1)) * 32 + key * 2);
@@ -123,6 +123,7 @@ struct KeyBlock {
   static constexpr int kTogether = kPanels && kHead <= 64 ? kQueryTiles : kPanels || kHeld ? 4 : 2;
   static constexpr int kBandTiles = (BM + BN) / BM;  // of BM rows of r
   static_assert(kHead % 16 == 0 && BN % BM == 0 && kWarps % kKeyGroups == 0, "whole fragments");
+  static_assert(Chunk::kRows % BM == 0, "a chunk begins with a tile");
 
   // Shared memory: keys, values, q + u and dO in kSlots slots, q + v, the ring of r, the band, statistics of
   // the queries in as many.

@@ -20,7 +20,7 @@ struct SlopeBlock : QueryBlock<E, kHead, BN, 4, 0, 0> {
   using Base = typename SlopeBlock::QueryBlock;
   using Base::BM, Base::kHeadTiles, Base::is_far, Base::ring, Base::ring_row;
   static constexpr int kSquares = BN / 16;
-  static constexpr int kApart = 8;  // from a lane's first query to its second
+  static constexpr int kNextQuery = 8;  // from a lane's first query to its second
 
   const BackwardParams& params;
 

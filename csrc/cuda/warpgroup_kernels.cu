@@ -43,15 +43,16 @@ int WarpgroupKernels<E, kHead>::decode(const ForwardParams& params, void* stream
   return error ? error : launch_merge<E, true>(params, stream);
 }
 
-template <typename E, int kHead, bool kDropout>
-bool WarpgroupBackward<E, kHead, kDropout>::serves(const BackwardParams& params) {
+template <typename E, int kHead>
+bool WarpgroupBackward<E, kHead>::serves(const BackwardParams& params) {
   const Problem& p = params.p;
   const Backward& t = params.t;
   return has_boxes(sizes_of<E>(t.k, p, p.B, p.K)) && has_boxes(sizes_of<E>(t.r, p, 1, p.N)) &&
          has_boxes(sizes_of<E>(t.dout, p, p.B, p.L));
 }
-template <typename E, int kHead, bool kDropout>
-int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, void* stream) {
+template <typename E, int kHead>
+template <bool kDropout>
+int WarpgroupBackward<E, kHead>::dk_dv(const BackwardParams& params, void* stream) {
   const Problem& p = params.p;
   const View &q_u = params.w.q_u, &q_v = params.w.q_v;
   const int64_t heads = p.B * p.H;
@@ -73,8 +74,8 @@ int WarpgroupBackward<E, kHead, kDropout>::dk_dv(const BackwardParams& params, v
   if (!error) error = make_tensor_map(x.slopes_map, slopes.data, of_slopes);
   return error ? error : launch_part<DkDvKernel<Block, kDropout>>(x, stream);
 }
-template <typename E, int kHead, bool kDropout>
-int WarpgroupBackward<E, kHead, kDropout>::dq(const BackwardParams& params, void* stream) {
+template <typename E, int kHead>
+int WarpgroupBackward<E, kHead>::dq(const BackwardParams& params, void* stream) {
   const Problem& p = params.p;
   BoxedSlopeParams x{params, {}, {}};
   int error = bind_context();
@@ -82,8 +83,8 @@ int WarpgroupBackward<E, kHead, kDropout>::dq(const BackwardParams& params, void
   if (!error) error = make_tensor_map(x.r_map, x.t.r.data, sizes_of<E>(x.t.r, p, 1, p.N));
   return error ? error : launch_part<DqKernel<WarpgroupSlopeBlock<E, kHead>>>(x, stream);
 }
-template <typename E, int kHead, bool kDropout>
-int WarpgroupBackward<E, kHead, kDropout>::dr(const BackwardParams& params, void* stream) {
+template <typename E, int kHead>
+int WarpgroupBackward<E, kHead>::dr(const BackwardParams& params, void* stream) {
   const Problem& p = params.p;
   const View& q_v = params.w.q_v;
   BoxedRowParams x{params, {}};
@@ -93,7 +94,8 @@ int WarpgroupBackward<E, kHead, kDropout>::dr(const BackwardParams& params, void
 }
 
 template struct WarpgroupKernels<TXL_ELEMENT, TXL_HEAD>;
-template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD, false>;
-template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD, true>;
+template struct WarpgroupBackward<TXL_ELEMENT, TXL_HEAD>;
+template int WarpgroupBackward<TXL_ELEMENT, TXL_HEAD>::dk_dv<false>(const BackwardParams&, void*);
+template int WarpgroupBackward<TXL_ELEMENT, TXL_HEAD>::dk_dv<true>(const BackwardParams&, void*);
 
 }  // namespace txl::cuda

@@ -26,7 +26,7 @@ struct WarpgroupSlopeBlock : QueryBlock<E, kHead, 64, kWarpgroupQueries / 16, 0,
   using Tile = typename Base::template Tile<BN>;
   static_assert(kHead == 64 || kHead == 128, "sums of 64 or 128 channels");
   static constexpr int kGroups = BM / 64, kSquares = BN / 16;
-  static constexpr int kApart = 1;  // from a lane's first query to its second
+  static constexpr int kNextQuery = 1;  // from a lane's first query to its second
 
   using Params = BoxedSlopeParams;
 

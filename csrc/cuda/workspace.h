@@ -7,7 +7,7 @@
 //
 // The sums of dq over the queries, du and v's gradient, are taken where they are short: with s_j the sum of
 // dS over a key's queries, du = scale sum_j s_j k_j; and likewise over the rows of r. The names and the order
-// of steps are those of txl_kernels/triton/_backward.py.
+// of steps are those of txl_kernels/triton/_backward.py, whose dq kernel takes these sums.
 #pragma once
 
 #include "tiles.h"
@@ -52,7 +52,7 @@ struct Chunks {
     const int64_t of_head = div_up(p.L, Chunk::kRows), whole = groups / of_head;  // whole: heads
     queries = whole ? p.L : even(of_head, groups) * Chunk::kRows;
     batches = even(p.B, whole);
-    heads = even(p.H, batches < p.B ? 1 : whole / larger<int64_t>(p.B, 1));
+    heads = even(p.H, batches < p.B ? 1 : whole / p.B);
   }
 
   // f(Chunk) for each, in order.
@@ -73,10 +73,7 @@ struct Chunks {
 
  private:
   // The size of as few equal parts of n as have at most `most`, or 1.
-  static int64_t even(int64_t n, int64_t most) {
-    const int64_t parts = div_up(n, larger<int64_t>(most, 1));
-    return div_up(n, larger<int64_t>(parts, 1));
-  }
+  static int64_t even(int64_t n, int64_t most) { return div_up(n, div_up(n, larger<int64_t>(most, 1))); }
 };
 
 // What the kernels pass on, in this order. q + u and q + v are rounded as the operands of a product must be,
@@ -105,32 +102,33 @@ struct Workspace {
   // head: the class of D. base: null asks for the size alone.
   Workspace(const Problem& p, const Backward& t, int element_bytes, int head, int64_t budget, float* base)
       : chunks(p, element_bytes, budget) {
-    const auto take = [&](int64_t count) {
+    const auto take = [&](const char* name, int64_t count) {
       float* at = base && count > 0 ? base + floats : nullptr;
-      floats += div_up(count, 4) * 4;
+      if (at) passed_on(name, at, count * 4);
+      floats += div_up(count, 4) * 4 + kGapBytes / 4;
       return at;
     };
     const int64_t heads = p.B * p.H;
     const int64_t wanted = div_up(512, div_up(p.N, kRows) * chunks.heads);
-    entries = larger<int64_t>(div_up(p.B, larger<int64_t>(smaller(wanted, p.B), 1)), 1);
+    entries = div_up(p.B, smaller(wanted, p.B));
     splits = static_cast<int>(div_up(p.B, entries));
     by_rows = t.dr.data || t.dv_bias.data;
     whole_dr = t.dr.data && splits == 1 && !chunks.cuts_heads(p);
     const int64_t rows = div_up(smaller(chunks.queries, p.L), Chunk::kRows) * Chunk::kRows;
-    slopes = take(chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
-    const auto take_queries = [&] {
+    slopes = take("slopes", chunks.batches * chunks.heads * rows * chunks.columns * element_bytes / 4);
+    const auto take_queries = [&](const char* name) {
       const int64_t count = heads * p.L + 7;  // a box of eight may end behind the last
-      return View{take(count * p.D * element_bytes / 4), p.H * p.L * p.D, p.L * p.D, p.D};
+      return View{take(name, count * p.D * element_bytes / 4), p.H * p.L * p.D, p.L * p.D, p.D};
     };
-    statistics = reinterpret_cast<Statistics*>(take(heads * p.L * 4));
-    q_u = take_queries(), q_v = take_queries();
+    statistics = reinterpret_cast<Statistics*>(take("statistics", heads * p.L * 4));
+    q_u = take_queries("q_u"), q_v = take_queries("q_v");
     const int64_t ends = clamps(p) ? 2 * (p.D + 1) : 0;
-    clamped_parts = take(heads * div_up(p.L, kQueries) * ends);
-    clamped = take(p.H * ends);
-    du_parts = take(t.du.data ? heads * div_up(p.K, kKeys) * p.D : 0);
-    dv_bias_parts = take(t.dv_bias.data ? splits * p.H * div_up(p.N, kRows) * p.D : 0);
-    dr_parts = take(t.dr.data && !whole_dr ? splits * p.H * p.N * p.D : 0);
-    sums = take(chunks.cuts_queries(p) ? 2 * chunks.columns * head : 0);
+    clamped_parts = take("clamped_parts", heads * div_up(p.L, kQueries) * ends);
+    clamped = take("clamped", p.H * ends);
+    du_parts = take("du_parts", t.du.data ? heads * div_up(p.K, kKeys) * p.D : 0);
+    dv_bias_parts = take("dv_bias_parts", t.dv_bias.data ? splits * p.H * div_up(p.N, kRows) * p.D : 0);
+    dr_parts = take("dr_parts", t.dr.data && !whole_dr ? splits * p.H * p.N * p.D : 0);
+    sums = take("sums", chunks.cuts_queries(p) ? 2 * chunks.columns * head : 0);
   }
 
   // Whether any pair of the call may use a row of r because its own lies outside.

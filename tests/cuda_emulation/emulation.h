@@ -128,7 +128,7 @@ struct Options {
   // Threads from the last to the first: a result that depends on the order is a race this cannot see.
   bool reverse = from_environment("TXL_EMULATION_REVERSE", 0) != 0;
   // Two threads that write the same bytes of global memory in one launch are an error, and so is load_global
-  // of what the launch has written: it may go by a cache that is not kept up to date. For small outputs.
+  // of what the launch has written: it may go by a cache that is not kept up to date.
   bool track_global_writes = false;
   int os_threads = from_environment("TXL_EMULATION_THREADS", 1);  // that share the blocks
 };
@@ -146,6 +146,11 @@ struct GlobalMemory {
   void clear() { ranges.clear(); }
   void add_readable(std::string name, const void* p, size_t bytes) { add(std::move(name), p, bytes, false); }
   void add_writable(std::string name, void* p, size_t bytes) { add(std::move(name), p, bytes, true); }
+  // The same, NaN for a start.
+  void add_uninitialised(std::string name, void* p, size_t bytes) {
+    memset(p, 0xff, bytes);
+    add_writable(std::move(name), p, bytes);
+  }
 
  private:
   void add(std::string name, const void* p, size_t bytes, bool writable) {

@@ -493,8 +493,12 @@ template void launch_each<
 #else
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <random>
+
+#include "../../csrc/cuda/workspace.h"
+#include "emulation_memory.h"
 
 using namespace txl::cuda;
 namespace emulation = txl::emulation;
@@ -1068,7 +1072,7 @@ static void global_faults(const std::string& which) {
         [x, out] {
           await_previous();
           release_next();
-          store_global(out + lane(), load_own(x + lane()));
+          store_global(out + lane(), load_written(x + lane()));
         },
         1, true);
   if (which == "write_read_only") line(0, [x] { store_global(x + lane(), 1.0f); });
@@ -1147,9 +1151,49 @@ static void collective_faults(const std::string& which) {
   if (which == "exception") line(0, [] { throw std::runtime_error("thrown by the kernel"); });
 }
 
+// A tensor as a call's memory is told of it.
+struct FakeTensor {
+  std::vector<float>& values;
+  bool contiguous = true;
+
+  int64_t numel() const { return static_cast<int64_t>(values.size()); }
+  int64_t dim() const { return 1; }
+  int64_t size(int64_t) const { return numel(); }
+  int64_t stride(int64_t) const { return 1; }
+  size_t element_size() const { return sizeof(float); }
+  void* data_ptr() const { return values.data(); }
+  bool is_contiguous() const { return contiguous; }
+};
+enum class Use { operand, result };
+
+static void calls(const std::string& which) {
+  std::vector<float> q(32, 1), out(32, 2), strided(32, 3);
+  emulation::Memory memory;
+  memory.add(FakeTensor{q}, "q", Use::operand);
+  memory.add(FakeTensor{out}, "out", Use::result);
+  memory.add(FakeTensor{strided, false}, "strided", Use::result);
+  float *from = q.data(), *to = out.data();
+  if (which == "results")
+    require(q[31] == 1 && std::isnan(out[0]) && std::isnan(out[31]) && strided[31] == 3, "what is there");
+  if (which == "operand_written") line(0, [from] { store_global(from + lane(), 1.0f); });
+  if (which == "written_twice") line(0, [to] { store_global(to + lane() % 31, 1.0f); });
+  if (which == "beyond_a_part") {
+    txl::Problem p{};
+    p.B = 1, p.H = 2, p.L = p.K = 70, p.N = 70, p.D = 64, p.r_zero = 69;
+    p.set_reach(true, -1, -1);
+    txl::Backward t{};
+    t.du.data = t.dv_bias.data = to;
+    std::vector<float> floats(static_cast<size_t>(Workspace(p, t, 2, 64, 1 << 20, nullptr).floats));
+    const Workspace w(p, t, 2, 64, 1 << 20, floats.data());
+    float* const end = w.du_parts + 2 * 3 * 64;  // of two heads of three blocks of 32 keys
+    line(0, [end] { store_global(end - 31 + lane(), 1.0f); });
+  }
+}
+
 static void run_case(const std::string& name) {
   const size_t dot = name.find('.');
   const std::string group = name.substr(0, dot), which = dot == std::string::npos ? "" : name.substr(dot + 1);
+  if (group == "call") return calls(which);
   if (group == "global") return global_faults(which);
   if (group == "shared") return shared_faults(which);
   if (group == "collective") return collective_faults(which);
