@@ -100,13 +100,23 @@ if INTERPRET:
         tl.store(out + y[:, None] * BN + x[None, :], keep.to(tl.int8))
 
     @triton.jit
-    def _bounds_kernel(out, p, lo, hi, start, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    def _rows_kernel(rows, copies, stride, start, out, D: tl.constexpr, BM: tl.constexpr):
+        y, d = tl.arange(0, BM), tl.arange(0, D)
+        tile = tiles.load_rows(rows, stride, start, y, None, D, D, True)
+        tiles.store_rows(copies, stride, start, y, y < BM, tile, D, D)
+        tl.store(out + d, tiles.load_row(rows, stride, start, D, D))
+
+    @triton.jit
+    def _bounds_kernel(
+        out, p, lo, hi, start,
+        KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CLAMP: tl.constexpr,
+    ):  # fmt: skip
         if KIND == "keys":
-            a, b, c, d, e, f, g, h = tiles.key_tiles(p, lo, hi, start, BM, BN, True)
+            a, b, c, d, e, f, g, h = tiles.key_tiles(p, lo, hi, start, BM, BN, CLAMP)
             tl.store(out + 6, g)
             tl.store(out + 7, h)
         elif KIND == "queries":
-            a, b, c, d, e, f = tiles.query_tiles(p, lo, hi, start, BM, BN, True)
+            a, b, c, d, e, f = tiles.query_tiles(p, lo, hi, start, BM, BN, CLAMP)
         else:
             a, b, c, d = tiles.queries_of_rows(p, lo, hi, start, BM, BN)
             e, f = d, d
@@ -125,7 +135,7 @@ def problem(L=1, K=1, N=1, r_zero=0, left=0, right=0, p=0.0) -> Problem:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("BM, BN", [(16, 16), (16, 64), (32, 64), (64, 64)])
+@pytest.mark.parametrize("BM, BN", [(16, 16), (16, 64), (32, 64), (64, 64), (64, 128), (128, 128)])
 def test_skew_reads_every_row_from_its_own_column_on(BM, BN, dtype):
     band = torch.randn(BM, 2 * BN).to(dtype)
     down = BM - 1 - torch.arange(BM, dtype=torch.int32)  # the band, read one place over for every row
@@ -143,6 +153,23 @@ def test_dropout_drops_what_the_reference_drops(BN, j0):
     _kept_kernel[(1,)](out, seed, problem(p=0.7), b, h, i0, j0, BM=BM, BN=BN)
     mask = philox.keep_mask(seed, 0.7, b + 1, h + 1, i0 + BM, 400, "cpu")[b, h, i0:]
     assert torch.equal(out.bool(), mask[:, j0 : j0 + BN])
+
+
+@interpreted
+@pytest.mark.unpoisoned
+def test_rows_far_into_a_tensor():
+    """Where a tile begins is an address of 64 bits, for results too, whose rows no other test brings so far
+    apart. Only the pages of the tile are ever touched."""
+    BM, D, stride, start = 16, 16, 2**23, 300
+    assert start * stride > 2**31
+    rows, copies = (
+        torch.empty((start + BM) * stride, dtype=f16).as_strided((start + BM, D), (stride, 1))
+        for _ in range(2)
+    )
+    rows[start:] = torch.randn(BM, D)
+    out = torch.empty(D)
+    _rows_kernel[(1,)](rows, copies, stride, start, out, D=D, BM=BM)
+    assert torch.equal(copies[start:], rows[start:]) and torch.equal(out, rows[start].float())
 
 
 @st.composite
@@ -163,31 +190,59 @@ def pairs(p: Problem, lo: int, hi: int):
     return seen, p.r_zero - d
 
 
-def bounds(kind: str, p: Problem, lo: int, hi: int, start: int, BM: int, BN: int) -> list[int]:
+def bounds(
+    kind: str, p: Problem, lo: int, hi: int, start: int, BM: int, BN: int, clamp: bool = True
+) -> list[int]:
     out = torch.zeros(8, dtype=torch.int32)
-    _bounds_kernel[(1,)](out, p, lo, hi, start, KIND=kind, BM=BM, BN=BN)
+    _bounds_kernel[(1,)](out, p, lo, hi, start, KIND=kind, BM=BM, BN=BN, CLAMP=clamp)
     return out.tolist()
 
 
+def assert_tight(used: torch.Tensor, begin: int, end: int, size: int) -> None:
+    """Every key or query in use lies between begin and end, and the first tile there has one, and the last.
+    None in use: one tile at most."""
+    assert not used[:begin].any() and not used[end:].any()
+    if used.any():
+        last = begin + (end - 1 - begin) // size * size
+        assert used[begin : begin + size].any() and used[last:end].any()
+    else:
+        assert end - begin < size
+
+
+def in_tiles_of(these: torch.Tensor, size: int) -> int:
+    """How many of the keys or queries in [n, pairs] lie in whole tiles that have these pairs alone."""
+    n = len(these) // size
+    return these[: n * size].reshape(n, these.numel() // len(these) * size).all(1).sum().item() * size
+
+
 @interpreted
+@pytest.mark.parametrize("clamp", [True, False])
 @pytest.mark.parametrize("BM, BN", [(16, 32), (32, 32)])
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(case=problems())
-def test_tiles_of_keys_are_what_they_are_said_to_be(BM, BN, case):
+def test_tiles_of_keys_are_what_they_are_said_to_be(BM, BN, clamp, case):
     p, lo, hi = case
     seen, c = pairs(p, lo, hi)
     for i0 in range(0, p.L, BM):
         rows = slice(i0, i0 + BM)
-        begin, *cuts, end = bounds("keys", p, lo, hi, i0, BM, BN)
+        begin, *cuts, end = bounds("keys", p, lo, hi, i0, BM, BN, clamp)
         assert begin % BN == 0 and [begin, *cuts, end] == sorted([begin, *cuts, end])
         assert all(cut % BN == 0 or cut == end for cut in cuts)
-        assert not seen[rows, :begin].any() and not seen[rows, end:].any()
+        assert_tight(seen[rows].any(0), begin, end, BN)
         first, near, last = ((cuts[n], cuts[n + 1]) for n in (0, 2, 4))
         for a, b in (first, near, last):
             assert (b - a) % BN == 0 and seen[rows, a:b].all()
+        if not clamp:
+            assert first[0] == first[1] and last[0] == last[1]
+            assert near[1] - near[0] == in_tiles_of(seen[rows].T, BN)
+            continue
         assert (c[rows, slice(*first)] < 0).all()
         assert ((c[rows, slice(*near)] >= 0) & (c[rows, slice(*near)] < p.N)).all()
         assert (c[rows, slice(*last)] >= p.N).all()
+        if i0 + BM <= p.L:  # else the rows of r of queries that do not exist count too
+            kinds = (c[rows] < 0, (c[rows] >= 0) & (c[rows] < p.N), c[rows] >= p.N)
+            found = [in_tiles_of((seen[rows] & kind).T, BN) for kind in kinds]
+            assert found == [b - a for a, b in (first, near, last)]
 
 
 @interpreted
@@ -209,22 +264,30 @@ def test_a_window_skips_the_tiles_beyond_it():
 
 
 @interpreted
+@pytest.mark.parametrize("clamp", [True, False])
 @pytest.mark.parametrize("BM, BN", [(16, 32), (32, 32)])
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(case=problems())
-def test_tiles_of_queries_are_what_they_are_said_to_be(BM, BN, case):
+def test_tiles_of_queries_are_what_they_are_said_to_be(BM, BN, clamp, case):
     p, lo, hi = case
     seen, c = pairs(p, lo, hi)
     for j0 in range(0, p.K, BN):
         keys = slice(j0, j0 + BN)
-        begin, *cuts, end = bounds("queries", p, lo, hi, j0, BM, BN)[:6]
+        begin, *cuts, end = bounds("queries", p, lo, hi, j0, BM, BN, clamp)[:6]
         assert begin % BM == 0 and [begin, *cuts, end] == sorted([begin, *cuts, end])
-        assert not seen[:begin, keys].any() and not seen[end:, keys].any()
+        assert_tight(seen[:, keys].any(1), begin, end, BM)
         last, near, near_end, edge = cuts
         if last < edge:
             assert edge <= p.L and j0 + BN <= p.K and seen[last:edge, keys].all()
+        if j0 + BN <= p.K:
+            assert edge - last == in_tiles_of(seen[:, keys], BM)
         assert all(cut % BM == 0 or cut == end for cut in cuts)
+        if not clamp:
+            assert last == near and near_end == edge
         assert (c[last:near, keys] >= p.N).all() and (c[near_end:edge, keys] < 0).all()
+        if clamp and j0 + BN <= p.K:
+            assert near - last == in_tiles_of(seen[:, keys] & (c[:, keys] >= p.N), BM)
+            assert edge - near_end == in_tiles_of(seen[:, keys] & (c[:, keys] < 0), BM)
 
 
 @interpreted
@@ -234,14 +297,21 @@ def test_tiles_of_queries_are_what_they_are_said_to_be(BM, BN, case):
 def test_queries_of_rows_of_r_are_what_they_are_said_to_be(BM, BN, case):
     p, lo, hi = case
     seen, c = pairs(p, lo, hi)
+    exist, _ = pairs(p._replace(window_left=p.K, window_right=p.L), lo, hi)
     for c0 in range(0, p.N, BN):
-        used = seen & (c >= c0) & (c < min(c0 + BN, p.N))
+        block = (c >= c0) & (c < min(c0 + BN, p.N))
+        used = seen & block
         begin, near, edge, end = bounds("rows", p, lo, hi, c0, BM, BN)[:4]
         assert begin % BM == 0 and begin <= near <= edge <= end
         assert not used[:begin].any() and not used[end:].any()
-        if near < edge:  # every query there sees the key of every row of the block
-            assert edge <= p.L and (edge - near) % BM == 0
-            assert (used[near:edge].sum(1) == min(c0 + BN, p.N) - c0).all()
+        if used.any():  # a window that hides some of the rows, not all, cuts no queries off
+            assert_tight((exist & block).any(1), begin, end, BM)
+        else:
+            assert end - begin < BM + BN
+        all_used = used.sum(1) == min(c0 + BN, p.N) - c0  # of a query that sees the key of each row of them
+        if near < edge:
+            assert edge <= p.L and (edge - near) % BM == 0 and all_used[near:edge].all()
+        assert edge - near == in_tiles_of(all_used, BM)
 
 
 # ---- The contract at other tile sizes --------------------------------------------------------------------
@@ -283,6 +353,42 @@ def test_tile_sizes(monkeypatch, tile, sizes, options):
     if "key_range" in options:
         options["key_range"] = key_range(*options["key_range"])
     check(TRITON, inputs(**sizes), **options)
+
+
+# The widest in the lists, and dr's default where D <= 64 on Hopper and D = 128 on Ampere.
+WIDE = {"forward": Tile(128, 128, 8, 1), "dr": Tile(64, 128, 4, 3)}
+
+
+def test_no_tile_is_wider_than_those_that_are_tried():
+    listed = {
+        (kernel, tile.BM, tile.BN)
+        for arch in (80, 90, "gfx942")
+        for kernel in configs.KERNELS
+        for itemsize in (2, 4)
+        for D in (64, 128, 256)
+        for tile in configs.candidates(kernel, D, itemsize, arch)
+        if tile.BN > 64
+    }
+    assert listed == {(kernel, tile.BM, tile.BN) for kernel, tile in WIDE.items()}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(B=2, H=1, L=200, K=300, D=24), {}),
+        (dict(B=1, H=2, L=150, K=520, D=16, N=300, causal=False), dict(r_zero=270, window_size=(400, 90))),
+        (dict(B=2, H=1, L=140, K=400, D=20, N=150), dict(key_range=((13, 400), (0, 277)), dropout_p=0.4)),
+    ],
+    ids=["plain", "clamped", "dropped"],
+)
+@pytest.mark.parametrize("dtype", [f32, f16])
+def test_wide_tiles(monkeypatch, dtype, sizes, options):
+    monkeypatch.setattr(configs, "candidates", lambda kernel, *_: (WIDE.get(kernel, configs._INTERPRETED),))
+    options = {"causal": sizes.get("causal", True), **options}
+    if "key_range" in options:
+        options.update(key_range=key_range(*options["key_range"]), dropout_seed=7)
+    check(TRITON, inputs(**sizes, dtype=dtype), **options)
 
 
 @interpreted
