@@ -328,8 +328,10 @@ def test_export_with_any_batch_and_length(strict):
             graph(tokens(21))
 
 
-def test_gradients_of_each_text_by_vmap():
-    model, text = small_model(), tokens(9)
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_gradients_of_each_text_by_vmap(backend):
+    model, text = small_model(backend), tokens(9)
     weights = {n: x.detach() for n, x in model.named_parameters()}
 
     def loss(weights, row):

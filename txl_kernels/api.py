@@ -143,9 +143,8 @@ def rel_attention(
     Results and gradients are the same bits every time (of "triton" with one choice of tiles: docs/usage.md).
     There is no double backward and no forward-mode differentiation (backend "reference" has both).
     torch.func.grad, vjp and jacrev are served where they are not compiled; torch.vmap makes one call per
-    entry. Under autocast, tensors other than float64 are first
-    cast to its dtype. If B, H or L is 0, the results are empty. Import txl_kernels before loading an
-    exported program or a package of AOTInductor.
+    entry. Under autocast, tensors other than float64 are first cast to its dtype. If B, H or L is 0, the
+    results are empty. Import txl_kernels before loading an exported program or a package of AOTInductor.
 
     Args:
         q: queries of the current segment, [B, H, L, D] with 1 <= D <= 256. float32, float64 or bfloat16 on
