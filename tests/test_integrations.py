@@ -79,6 +79,15 @@ def test_a_mask_filled_anew_is_read_anew(model, fill, inference):
         torch.testing.assert_close(model(x, buffer), model(x, masked(10, 9, T)), rtol=0, atol=0)
 
 
+def test_a_mask_filled_anew_while_the_first_layer_is_skipped(model):
+    """As LayerDrop does it in training."""
+    x, buffer = torch.randn(3, T, C), masked(T, T, T)
+    model(x, buffer)
+    np.copyto(buffer.numpy(), masked(10, 9, T).numpy())
+    got, expected = (model.layers[1](x, mask, POSITIONS)[0] for mask in (buffer, masked(10, 9, T)))
+    assert torch.equal(got, expected)
+
+
 def test_two_encoders_and_a_mask_filled_anew_in_between():
     model, x = nn.ModuleDict({"speech": Model(), "text": Model()}), torch.randn(3, T, C)
     assert use_rel_attention(model.eval()) == 4

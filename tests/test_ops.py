@@ -13,6 +13,7 @@ from helpers import (
     TENSORS,
     assert_same_bits,
     bf16,
+    each_backend,
     each_fused,
     f32,
     f64,
@@ -463,7 +464,7 @@ def test_forward_mode_is_refused_in_torch_func(backend, other_requires_grad):
         )(k)
 
 
-@pytest.mark.parametrize("backend", each_fused())
+@pytest.mark.parametrize("backend", each_backend())
 def test_numbers_of_numpy(backend):
     tensors = inputs(L=4, K=6, causal=False, dtype=backend.dtypes[0], device=backend.device)
     options = dict(window_size=(3, 1), r_zero=5, scale=0.25, dropout_p=0.5, dropout_seed=2**63 + 1)
@@ -534,6 +535,21 @@ def test_gradients_by_torch_func(backend):
         torch.testing.assert_close(row, pull(dout)[0])
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         torch.func.grad(lambda q: torch.func.grad(total)(q, *rest).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"forward mode .* not supported by rel_attention"):
+        torch.func.hessian(lambda q: total(q, *rest))(q)
+
+
+@pytest.mark.parametrize("backend", each_fused())
+def test_functionalize(backend):
+    tensors = inputs(L=4, K=6, dtype=backend.dtypes[0], device=backend.device)
+    q = tensors.pop("q")
+
+    def attend(q):
+        return rel_attention(q, **tensors, backend=backend.name)
+
+    assert torch.equal(torch.func.functionalize(attend)(q), attend(q))
+    graph = make_fx(torch.func.functionalize(attend))(q)
+    assert torch.ops.txl_kernels.rel_attention.default in {node.target for node in graph.graph.nodes}
 
 
 @pytest.mark.parametrize("backend", each_fused())

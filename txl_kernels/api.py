@@ -183,7 +183,8 @@ def rel_attention(
         TypeError, ValueError: an argument is not what is asked for above.
         BackendUnavailable: the named backend (with None, every one that could serve the call) cannot run
             here or has no kernel for such tensors. A named backend is never replaced by another.
-        RuntimeError, NotImplementedError: from the double backward, and from forward mode.
+        RuntimeError: from the double backward.
+        NotImplementedError: from forward mode.
 
     Example:
         >>> q = torch.randn(1, 8, 512, 64)
@@ -201,9 +202,11 @@ def rel_attention(
         bias_v = None if bias_v is None else _cast(bias_v, dtype)
 
     _check_tensors(q, k, v, r, bias_u, bias_v, key_range, backend, given)
-    window_left, window_right, r_zero = _check_options(causal, window_size, r_zero, scale, dropout_p)
+    window_left, window_right, r_zero, scale, dropout_p = _check_options(
+        causal, window_size, r_zero, scale, dropout_p
+    )
     if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse: got {_kind(return_lse)}, needs True or False")
+        raise TypeError(f"return_lse: got {described(return_lse)}, needs True or False")
     _check_seed(dropout_seed, device)
 
     L, D, N = q.shape[2], q.shape[3], r.shape[1]
@@ -273,14 +276,14 @@ def check_layouts(
     """That they are dense tensors."""
     for name, tensor in (("q", q), ("k", k), ("v", v), ("r", r)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {_kind(tensor)}, needs a tensor")
+            raise TypeError(f"{name}: got {described(tensor)}, needs a tensor")
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise _wrong_layout(name, tensor)
     for name, optional in (("bias_u", bias_u), ("bias_v", bias_v), ("key_range", key_range)):
         if optional is None:
             continue
         if not isinstance(optional, Tensor):
-            raise TypeError(f"{name}: got {_kind(optional)}, needs a tensor or None")
+            raise TypeError(f"{name}: got {described(optional)}, needs a tensor or None")
         if optional.layout is not torch.strided or optional.is_nested:
             raise _wrong_layout(name, optional)
 
@@ -374,10 +377,10 @@ def _check_small(
 
 def _check_options(
     causal: bool, window_size: tuple[int, int], r_zero: int | None, scale: float | None, dropout_p: float
-) -> tuple[int, int, int | None]:
-    """The window and r_zero as Python's numbers."""
+) -> tuple[int, int, int | None, float | None, float]:
+    """The window's two sides and what follows it, as Python's numbers."""
     if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {_kind(causal)}, needs True or False")
+        raise TypeError(f"causal: got {described(causal)}, needs True or False")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size: got {reprlib.repr(window_size)}, needs two ints, (left, right)")
     left, right = window_size
@@ -389,20 +392,22 @@ def _check_options(
         )
     if r_zero is not None:
         if not isinstance(r_zero, _INT):
-            raise TypeError(f"r_zero: got {_kind(r_zero)}, needs an int or None")
+            raise TypeError(f"r_zero: got {described(r_zero)}, needs an int or None")
         if not -_MAX_OFFSET < r_zero < _MAX_OFFSET:
             raise ValueError(f"r_zero: got {r_zero}, needs a number between -2**62 and 2**62")
     if scale is not None:
         if not isinstance(scale, _NUMBER):
-            raise TypeError(f"scale: got {_kind(scale)}, needs a float or None")
+            raise TypeError(f"scale: got {described(scale)}, needs a float or None")
+        scale = _number(scale)
         # A symbol may have no value before the graph runs.
-        if not isinstance(scale, torch.SymFloat) and not -_LARGEST <= _number(scale) <= _LARGEST:
+        if not isinstance(scale, torch.SymFloat) and not -_LARGEST <= scale <= _LARGEST:
             raise ValueError(f"scale: got {scale}, needs a finite number")
     if not isinstance(dropout_p, _NUMBER):
-        raise TypeError(f"dropout_p: got {_kind(dropout_p)}, needs a float")
+        raise TypeError(f"dropout_p: got {described(dropout_p)}, needs a float")
+    dropout_p = _number(dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: got {dropout_p}, needs 0 <= dropout_p < 1")
-    return _int(left), _int(right), None if r_zero is None else _int(r_zero)
+    return _int(left), _int(right), None if r_zero is None else _int(r_zero), scale, dropout_p
 
 
 def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
@@ -419,7 +424,7 @@ def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
             raise ValueError(f"dropout_seed: got a tensor on {seed.device}, needs q's device, {device}")
     elif not isinstance(seed, _INT):
         raise TypeError(
-            f"dropout_seed: got {_kind(seed)}, needs an int, an int64 tensor of one element, or None"
+            f"dropout_seed: got {described(seed)}, needs an int, an int64 tensor of one element, or None"
         )
     elif not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout_seed: got {seed}, needs a number of 64 bits")
@@ -431,16 +436,16 @@ _NUMBER = (int, float, torch.SymInt, torch.SymFloat, Real)
 
 
 def _int(x: int) -> int:
-    return x if isinstance(x, (int, torch.SymInt)) else int(x)
+    return x if type(x) is int or isinstance(x, torch.SymInt) else int(x)
 
 
 def _number(x: float) -> float:
-    return x if isinstance(x, (int, float, torch.SymInt)) else float(x)
+    return x if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) else float(x)
 
 
-def _kind(x: object) -> str:
-    kind = type(x)
-    name = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}.{kind.__name__}"
+def described(x: object) -> str:
+    of = type(x)
+    name = of.__name__ if of.__module__ in ("builtins", "torch") else f"{of.__module__}.{of.__name__}"
     return f"{reprlib.repr(x)} of type {name}"
 
 

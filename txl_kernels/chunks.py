@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from txl_kernels.api import check_key_range, check_layouts, rel_attention
+from txl_kernels.api import check_key_range, check_layouts, described, rel_attention
 
 
 def attention_in_chunks(
@@ -33,8 +33,8 @@ def attention_in_chunks(
     """`rel_attention` of frames that see all of their own chunk and `left` frames before it.
 
     Each chunk is a short sequence with a memory of its own, and all of them are the batch of one call.
-    Backward then takes room for 1 + left / chunk times the gradients of k and v; where that is more than 64
-    times, each chunk is a call, and `torch.export` fixes T. Else it takes B and T of `Dim.AUTO`.
+    Backward then takes room for 1 + left / chunk times the gradients of k and v; from left = 64 chunk on,
+    each chunk is a call, and `torch.export` fixes T. Else it takes B and T of `Dim.AUTO`.
 
     Args:
         q, k, v: [B, H, T, D].
@@ -55,7 +55,7 @@ def attention_in_chunks(
     check_layouts(q, k, v, r, bias_u, bias_v, key_range)
     for name, number, least in (("chunk", chunk, 1), ("left", left, 0)):
         if not isinstance(number, Integral):
-            raise TypeError(f"{name}: got {number!r} of type {type(number).__name__}, needs an int")
+            raise TypeError(f"{name}: got {described(number)}, needs an int")
         if number < least:
             raise ValueError(f"{name}: got {number}, needs at least {least}")
     chunk, left = int(chunk), int(left)

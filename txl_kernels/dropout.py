@@ -17,7 +17,7 @@ def dropout(x: Tensor, p: float, relu: bool = False) -> Tensor:
 
     There element n in order of rows is dropped as `philox.keep_mask` says of key n, for a seed from torch's
     default generator: torch.manual_seed governs it. Under `torch.compile` and on other devices this is
-    torch's own function.
+    torch's own function; with relu one of ours over it, which keeps the result alone.
 
     Args:
         x: any shape, float32, float64 or bfloat16.
@@ -49,7 +49,8 @@ def _served(x: Tensor, p: float) -> bool:
 
 
 class _Dropout(torch.autograd.Function):
-    """gate: None, or elements are 0 where its are not above 0, which x's are for ReLU."""
+    """gate: where it is not above 0, the result is 0; None: nowhere. With relu, x is its own, and the result
+    is backward's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor | None, relu: bool, seed: int, p: float) -> Tensor:

@@ -49,13 +49,19 @@ def rel_attention(*args: Any) -> tuple[Tensor, Tensor]:
         _refuse_tangents(inputs)
     function: Any = _RelAttention
     if _is_traced(inputs):
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or not _is_differentiated():
             return _rel_attention(*args)
         function = _Transformed
     elif not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         return _forward(*args)
     output: tuple[Tensor, Tensor] = function.apply(*args)
     return output
+
+
+def _is_differentiated() -> bool:
+    """By torch.func's grad, vjp or jacrev, not by autograd."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return any(one.key() == torch._C._functorch.TransformType.Grad for one in transforms)
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
@@ -77,9 +83,13 @@ def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """torch itself would take a derivative that it knows no formula for as zero."""
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "forward mode differentiation (jvp) is not supported by rel_attention; backend='reference' has it"
-        )
+        _no_forward_mode(None)
+
+
+def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError(
+        "forward mode differentiation (jvp) is not supported by rel_attention; backend='reference' has it"
+    )
 
 
 def _choose(backend: str | None, q: Tensor) -> registry.Backend:
@@ -175,10 +185,11 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 
 class _Transformed(torch.autograd.Function):
-    """The op where torch.func's transforms see it: torch has no such Function of an op."""
+    """The op to torch.func's grad, which asks for a Function in this form and makes none of an op."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(_save)
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -193,6 +204,7 @@ class _Transformed(torch.autograd.Function):
 class _TransformedBackward(torch.autograd.Function):
     generate_vmap_rule = True
     backward = staticmethod(_no_double_backward)
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(*args: Any) -> Gradients:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class _Found(NamedTuple):
     mask: Callable[[], Tensor | None]
     state: tuple[Any, ...]
-    by: int  # the layer that asked
+    by: set[int]  # the layers that have asked
     result: Any
 
 
@@ -24,7 +24,7 @@ class Masks:
     """What the mask says that all layers of a stack are given one after the other, found once, for the first.
 
     A mask may be filled anew, which torch does not always count (not in inference mode, not through NumPy):
-    so it is read anew as soon as the same layer asks again.
+    so it is read anew as soon as a layer asks again.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,9 @@ class Masks:
         # What is made in inference mode cannot be used where gradients are wanted.
         state = (version, torch.is_inference_mode_enabled(), batch, keys, read)
         found = self._found
-        if found is None or found.mask() is not mask or found.state != state or found.by == id(layer):
-            found = self._found = _Found(weakref.ref(mask), state, id(layer), read(mask, batch, keys))
+        if found is None or found.mask() is not mask or found.state != state or id(layer) in found.by:
+            found = self._found = _Found(weakref.ref(mask), state, set(), read(mask, batch, keys))
+        found.by.add(id(layer))
         return found.result
 
     def __reduce__(self) -> tuple[type[Masks], tuple[()]]:
