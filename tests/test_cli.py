@@ -326,6 +326,23 @@ def test_info(trained, capsys):
     assert "27,392 parameters" in capsys.readouterr().out
 
 
+def test_info_of_a_damaged_corpus(trained, tmp_path, capsys):
+    shutil.copytree(trained / "corpus", tmp_path / "corpus")
+    file = next((tmp_path / "corpus").glob("train*"))
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+    assert txl("info", tmp_path / "corpus") == 1
+    assert "is damaged: prepare the corpus again" in capsys.readouterr().err
+
+
+def test_remarks_without_standard_error(monkeypatch, capsys):
+    """Closed by the shell, it is None, and they are no part of the result."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert txl("info", "nothing") == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_info_of_a_run_without_a_checkpoint(trained, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     shutil.copy(trained / "run" / "config.json", tmp_path / "run")

@@ -295,15 +295,17 @@ class Quantised(torch.Tensor):
         raise NotImplementedError(func)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["hidden", "kv"])
-def test_quantised_weights(kind):
+def test_quantised_weights(kind, compiled):
     model, text = small_model().eval(), tokens(9)
     with torch.no_grad():
         want = in_segments(model, text, [4, 1, 4], model.new_memory(B, kind=kind))
         for layer in model.modules():
             if isinstance(layer, torch.nn.Linear):
                 layer.weight = torch.nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
-        got = in_segments(model, text, [4, 1, 4], model.new_memory(B, kind=kind))
+        reader = torch.compile(model, backend="eager") if compiled else model
+        got = in_segments(reader, text, [4, 1, 4], model.new_memory(B, kind=kind))
     torch.testing.assert_close(got, want)
 
 

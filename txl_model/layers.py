@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from txl_kernels import dropout, linear, registry
+from txl_kernels import dropout, linear
 
 
 class Linear(nn.Linear):
@@ -29,7 +30,7 @@ def is_plain(module: nn.Module) -> bool:
     if any(hooks) or "forward" in vars(module):
         return False
     weight = module._parameters.get("weight")
-    return type(weight) in (Tensor, nn.Parameter, type(None)) or registry.is_traced()
+    return type(weight) in (Tensor, nn.Parameter, FakeTensor, type(None))
 
 
 class Dropout(nn.Module):

@@ -46,7 +46,8 @@ class TransformerXLOutput:
     token_losses: Tensor | None
     loss: Tensor | None
     to_logits: Callable[[Tensor], Tensor]
-    _logits: list[Tensor] = field(default_factory=list, repr=False)  # one, once they are there
+    # Of which hidden states, and the logits, once they are there.
+    _logits: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def logits(self) -> Tensor:
@@ -55,9 +56,9 @@ class TransformerXLOutput:
         Computed on first access, or by the forward pass itself if it was called with logits=True: as DDP
         with find_unused_parameters, sharded weights and functional_call need it.
         """
-        if not self._logits:
-            self._logits.append(self.to_logits(self.hidden))
-        return self._logits[0]
+        if not self._logits or self._logits[0] is not self.hidden:
+            self._logits[:] = self.hidden, self.to_logits(self.hidden)
+        return self._logits[1]
 
     def last_logits(self) -> Tensor:
         """[B, vocab_size]: those of the last token only."""

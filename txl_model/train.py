@@ -364,8 +364,9 @@ class Trainer:
         changes: Changes = {}
         with processes.together("looking for a checkpoint"):
             if processes.first:
-                self._check_folder(resume)
+                self._check_folder(resume)  # before a lock is left there
                 stack.enter_context(alone_in(self.out_dir))
+                self._check_folder(resume)  # another training may have ended meanwhile
                 checkpoint = self.checkpoints.newest(self._note) if resume else None
                 if resume and not checkpoint:
                     self._note(f"nothing to resume in {self.out_dir}: a new run begins there")

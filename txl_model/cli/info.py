@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> None:
             "eval": preset(args.what, "eval"),
         }
     elif (path / DESCRIPTION).exists():
-        print(Corpus.open(path).summary())
+        corpus = Corpus.open(path)
+        corpus.verify()
+        print(corpus.summary())
         return
     elif saved is not None:
         model = _without_weights(TransformerXLConfig.from_dict(saved["model"]))

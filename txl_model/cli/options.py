@@ -108,6 +108,8 @@ def loss_in_words(event: dict[str, Any]) -> str:
 
 def to_stderr(message: str) -> None:
     """A remark that is not part of a command's result; nothing ends because nobody reads it."""
+    if sys.stderr is None:  # the shell has closed it (2>&-), and print would take standard output
+        return
     try:
         print(f"txl: {message}", file=sys.stderr)
     except OSError:
