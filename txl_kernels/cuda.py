@@ -43,10 +43,9 @@ _MEND = "build it with `TXL_BUILD_CUDA=1 pip install -e .` in the source tree (n
 
 # As csrc/cuda/dispatch.cpp: the largest D of float32, whose rows are the longest that a block has room for.
 _FLOAT32_HEAD = 128
-# Shared memory that a block may take, as csrc/cuda/backward.h asserts; kernels for sm_90 alone may take more.
-# Every GPU that is served has the first.
-_SHARED_BYTES = 99 * 1024
-_WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024  # of rows of more bytes
+# Of rows of more bytes blocks take up to so much shared memory, as csrc/cuda/backward.h asserts; of others no
+# more than every GPU has, but for sm_90's own kernels.
+_WIDE_ROW, _WIDE_SHARED_BYTES = 256, 163 * 1024
 
 # Of few queries (csrc/cuda/forward.h: is_decode): blocks that a multiprocessor is taken to work on at a time,
 # and keys that are worth a block.
