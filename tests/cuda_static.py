@@ -37,9 +37,12 @@ import ninja_build  # noqa: E402
 ARCHS = (80, 90, 100)
 # float16's kernels are bfloat16's with other names of instructions.
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-# Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers.
+# Of a multiprocessor: KiB of shared memory, of which a block costs one more than it asks for; registers;
+# threads.
 SHARED = {80: 164, 90: 228, 100: 228}
-SMALL_SHARED = 100  # of sm_86 and sm_89, which run sm_80's code
+THREADS = 2048
+# Of sm_86's and sm_89's, which run sm_80's code.
+SMALL_SHARED, SMALL_THREADS = 100, 1536
 REGISTERS = 65536
 # The largest D whose kernels every GPU has shared memory for.
 NARROW = {"bf16": 128, "f32": 64}
@@ -74,12 +77,16 @@ class Report:
     @property
     def blocks(self) -> int:
         """That fit into a multiprocessor."""
-        return self.blocks_in(SHARED[self.arch])
+        return self._blocks_in(SHARED[self.arch], THREADS)
 
-    def blocks_in(self, shared: int) -> int:
-        """That fit into a multiprocessor with so many KiB of shared memory."""
+    @property
+    def small_blocks(self) -> int:
+        """That fit into a multiprocessor of sm_86 or sm_89."""
+        return self._blocks_in(SMALL_SHARED, SMALL_THREADS)
+
+    def _blocks_in(self, shared: int, threads: int) -> int:
         of_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
-        return min(of_registers, shared * 1024 // (self.shared + 1024))
+        return min(of_registers, shared * 1024 // (self.shared + 1024), threads // self.threads)
 
     @property
     def local(self) -> int:
@@ -231,7 +238,7 @@ def document(found: list[Report]) -> str:
         ]
         for r in found:
             if (r.element, r.head, r.arch) == (element, head, arch):
-                blocks = f"{r.blocks} ({r.blocks_in(SMALL_SHARED)})" if arch == 80 else r.blocks
+                blocks = f"{r.blocks} ({r.small_blocks})" if arch == 80 else r.blocks
                 cells = [r.kernel, r.registers, r.stack, f"{r.shared / 1024:.0f}", blocks]
                 cells += [sum(loop.instructions for loop in r.loops), r.tensor, r.local]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
