@@ -207,7 +207,7 @@ def rel_attention(
     )
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {described(return_lse)}, needs True or False")
-    _check_seed(dropout_seed, device)
+    dropout_seed = _check_seed(dropout_seed, device)
 
     L, D, N = q.shape[2], q.shape[3], r.shape[1]
     if r_zero is None:
@@ -410,9 +410,10 @@ def _check_options(
     return _int(left), _int(right), None if r_zero is None else _int(r_zero), scale, dropout_p
 
 
-def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
+def _check_seed(seed: int | Tensor | None, device: torch.device) -> int | Tensor | None:
+    """The seed, a number as Python's."""
     if seed is None:
-        return
+        return None
     if isinstance(seed, Tensor):
         if seed.layout is not torch.strided or seed.is_nested:
             raise _wrong_layout("dropout_seed", seed)
@@ -422,12 +423,15 @@ def _check_seed(seed: int | Tensor | None, device: torch.device) -> None:
             raise ValueError(f"dropout_seed: got shape {_shape(seed)}, needs one element")
         if seed.device != device:
             raise ValueError(f"dropout_seed: got a tensor on {seed.device}, needs q's device, {device}")
-    elif not isinstance(seed, _INT):
+        return seed
+    if not isinstance(seed, _INT):
         raise TypeError(
             f"dropout_seed: got {described(seed)}, needs an int, an int64 tensor of one element, or None"
         )
-    elif not -(2**63) <= seed < 2**64:
+    seed = _int(seed)
+    if not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout_seed: got {seed}, needs a number of 64 bits")
+    return seed
 
 
 # Sizes and options are symbols while shapes are traced. The last: NumPy's numbers, which are slower to tell.

@@ -63,14 +63,10 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gate,) = ctx.saved_tensors
-        if not cpu.takes(dy):
-            factors = torch.ones(dy.shape, dtype=dy.dtype, device=dy.device)
-            dx = dy * _drop(factors, gate, ctx.seed, ctx.p)
-        elif torch.is_grad_enabled():  # it is to be differentiated again: linear in dy
-            dx = _Dropout.apply(dy, gate, False, ctx.seed, ctx.p)
-        else:
-            dx = _drop(dy.contiguous(), gate, ctx.seed, ctx.p)
-        return dx, None, None, None, None
+        if cpu.takes(dy):  # it may be differentiated again: linear in dy
+            return _Dropout.apply(dy, gate, False, ctx.seed, ctx.p), None, None, None, None
+        factors = torch.ones(dy.shape, dtype=dy.dtype, device=dy.device)
+        return dy * _drop(factors, gate, ctx.seed, ctx.p), None, None, None, None
 
 
 def _drop(x: Tensor, gate: Tensor | None, seed: int, p: float) -> Tensor:

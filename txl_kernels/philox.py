@@ -6,8 +6,6 @@ arithmetic. csrc/philox.h holds the same definition for the kernels.
 
 from __future__ import annotations
 
-from numbers import Integral
-
 import torch
 from torch import Tensor
 
@@ -66,6 +64,5 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return seed
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
-    # The same 64 bits as a signed number; NumPy's has no more.
-    number = int(seed) if isinstance(seed, Integral) else seed
-    return torch.full((1,), number - 2**64 if number >= 2**63 else number, dtype=torch.int64, device=device)
+    # The same 64 bits as a signed number.
+    return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)

@@ -226,7 +226,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def compact(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.resolve_neg().contiguous()
+    return None if x is None else x.contiguous()
 
 
 def run_backward(

@@ -1,8 +1,8 @@
 // The CUDA kernels without torch: the seam between the torch binding, the choice of a kernel and the kernels,
 // which are compiled one class of head dimensions and one element type at a time.
 //
-// Pointers are the device's; no size is 0; work is queued on `stream`. What returns an int returns a cudaError_t: 0 if all
-// went well.
+// Pointers are the device's; no size is 0; work is queued on `stream`. What returns an int returns a
+// cudaError_t: 0 if all went well.
 #pragma once
 
 #include "../rel_attn.h"

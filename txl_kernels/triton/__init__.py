@@ -192,6 +192,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _small(x: Tensor | None) -> Tensor | None:
+    """A bias or key_range, of which kernels do not see that either."""
+    return None if x is None else compact(x.resolve_neg())
+
+
 def _view(x: Tensor) -> View:
     """Of [B, H, rows, D], or of [H, rows, D], which every batch entry shares."""
     strides = x.stride()
@@ -237,8 +242,8 @@ def _with_biases(q: Tensor, bias_u: Tensor | None, bias_v: Tensor | None) -> tup
     with gpu.current(q.device):
         add_biases_kernel[(_cdiv(L, BM) * B * H,)](
             _view(q),
-            compact(bias_u),
-            compact(bias_v),
+            _small(bias_u),
+            _small(bias_v),
             _view(q_u),
             _view(q_v),
             H,
@@ -283,7 +288,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
             B * H * max(L, 64) * K,  # one query reads all keys, as a block of them does
             lambda tile: (_cdiv(L, tile.BM) * splits * B * H,),
             *(_view(x) for x in (q_u, q_v, _rows(k), _rows(v), _rows(r))),
-            *(compact(x) for x in (bias_u, bias_v, key_range)),
+            *(_small(x) for x in (bias_u, bias_v, key_range)),
             dropout_seed,
             _view(part),
             part_lse,
@@ -331,7 +336,7 @@ def backward(
 
     q_u, q_v = (_view(x) for x in _with_biases(q, bias_u, bias_v))
     k_rows, v_rows, r_rows = (_view(_rows(x)) for x in (k, v, r))
-    lse, dout_rows, key_range = lse.contiguous(), _view(_rows(dout)), compact(key_range)
+    lse, dout_rows, key_range = lse.contiguous(), _view(_rows(dout)), _small(key_range)
     delta = torch.empty_like(lse)
     chunks = Chunks.of(p, q.dtype.itemsize, gpu.slope_bytes(q.device))
     # Of a row of r beyond the last, dr's kernel reads dS beyond the last.
